@@ -1,0 +1,365 @@
+"""What a learned optimizer sees: accumulators, per-parameter features, per-tensor features.
+
+Pure functions, tensors in and tensors out; no network, no muP, no Optimizer. Paper: appendix A.1
+("input, output, update and scaling") and the three feature tables. Read this file first, then
+`lo.py` (the networks and the step), then `mulo.py` (muP and the Optimizer).
+
+Symbols (paper -> code), with the shapes used throughout. `S` equal-shaped tensors are stacked in
+front (the layers of a model, or the particles of meta-training); `shape` is one tensor's own shape.
+
+    theta, nabla        p, g        (S, *shape)      parameter and gradient
+    M_1..M_3            M           (S, 3, *shape)   momenta, one per decay beta_1..beta_3
+    V                   V           (S, *shape)      second moment, decay beta_4
+    r_5..r_7, c_5..c_7  r, c        (S, 3, *shape)   row and column means of g^2, beta_5..beta_7;
+                                                     size 1 along the axis that was averaged away
+    F^(nabla), F^(M)    F_grad, F_mom                adafactor-normalised g and M
+    1 - beta            rates                        mixing rates; betas themselves are never needed
+
+Rows and columns. The axis `d0` is a tensor's largest and `d1` its second largest; r is averaged
+over d0 (so it is indexed by d1) and c over d1; all other axes are batch. Keeping the averaged axis
+with size 1 lets every formula below broadcast, whatever the rank and layout: nothing is permuted or
+tiled. Tensors of rank 0 and 1 are not factored: r = c = the accumulated g^2 itself ("diagonal").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TIMESCALES = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+FRACTIONS = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
+BETA_M, BETA_V, BETA_RC = (0.9, 0.99, 0.999), (0.999,), (0.9, 0.99, 0.999)
+
+TINY = 1e-28  # a mean square (or mean of g^2) this small counts as zero
+G_MAX = 1e15  # beyond this g^2 summed over a tensor could overflow float32
+
+Dims = tuple[int, int] | None  # (d1, d0) as negative axes; None for rank 0 and 1
+
+
+class Accumulators(NamedTuple):
+    """The paper's U_t for a stack of S tensors of equal shape, all float32."""
+
+    M: Tensor  # (S, 3, *shape)
+    V: Tensor  # (S, *shape)
+    r: Tensor  # (S, 3, *shape), size 1 along d0
+    c: Tensor  # (S, 3, *shape), size 1 along d1
+
+
+class Rates(NamedTuple):
+    """1 - beta of each accumulator; the leading axis is S, or 1 when all tensors share them."""
+
+    M: Tensor  # (S | 1, 3)
+    V: Tensor  # (S | 1, 1)
+    rc: Tensor  # (S | 1, 3)
+
+
+class Eps(NamedTuple):
+    """The epsilons of one run. The paper has none; these are the reference code's (DIVERGES)."""
+
+    mode: str  # "reference", "relative" or "fan_in"
+    rms: float  # in the RMS normaliser; 0 is allowed
+    scale: Tensor | float = 1.0  # (S,), 1/fan_in under mode "fan_in": section 4's last remark
+
+
+class Scales(NamedTuple):
+    """Per-tensor quantities the dense features need, cheap to keep because they are vectors."""
+
+    unit_V: Tensor | float  # what V is divided by before it is normalised
+    eps_M: Tensor | float  # epsilon of M / sqrt(V)
+    eps_V: Tensor | float  # epsilon of 1 / sqrt(V)
+    grad: tuple[Tensor, Tensor]  # F_grad = g * grad[0] * grad[1]
+    mom: tuple[Tensor, Tensor]  # F_mom = M * mom[0] * mom[1]
+
+    def split(self, cut: Callable[[Tensor], Sequence[Tensor]]) -> list[Scales]:
+        """The same for each block of a tensor that `cut` cuts into blocks."""
+        grad = list(zip(*map(cut, self.grad), strict=True))
+        mom = grad if self.mom is self.grad else list(zip(*map(cut, self.mom), strict=True))
+        return [self._replace(grad=a, mom=b) for a, b in zip(grad, mom, strict=True)]
+
+
+def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
+    """Append size-1 axes until x has `ndim`: a per-tensor value then broadcasts over the tensor."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if isinstance(x, Tensor) else x
+
+
+def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
+    """The axes (d1, d0): second largest and largest; None when the rank is below 2.
+
+    Ties matter. The reference sorts the axes of (..., in, out) stably, so among equals `out` wins,
+    then `in`. Torch stores (out, in, ...): out_axis=0, the default. out_axis=1 is for (in, out,
+    ...): embeddings and transposed convolutions; out_axis=-1 takes the axes as JAX stores them.
+    """
+    n = len(shape)
+    if n < 2:
+        return None
+    order = list(range(n)) if out_axis == -1 else [*range(2, n), 1 - out_axis, out_axis]
+    order.sort(key=lambda axis: shape[axis])  # stable
+    return order[-2] - n, order[-1] - n
+
+
+def init_accumulators(p: Tensor, dims: Dims) -> Accumulators:
+    """Zeros for a stack p of shape (S, *shape)."""
+    z = p.new_zeros((), dtype=torch.float32)
+    M = z.new_zeros((p.shape[0], 3, *p.shape[1:]))
+    r_shape, c_shape = list(M.shape), list(M.shape)
+    if dims is not None:
+        r_shape[dims[1]], c_shape[dims[0]] = 1, 1
+    return Accumulators(M, z.new_zeros(p.shape), z.new_zeros(r_shape), z.new_zeros(c_shape))
+
+
+def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
+    """1 - beta, with beta = 1 - exp(10 (log(1 - beta0)/10 + o)) and the offset o learned.
+
+    DIVERGES: the paper only says that the betas are learnable; this is the reference's form. Betas
+    of V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. The float32
+    beta is formed and subtracted from 1, as the reference does: that keeps its rounding, 5e-5 of 1
+    - 0.999.
+    """
+    beta0 = torch.tensor(beta0, dtype=offset.dtype, device=offset.device)
+    beta = 1 - (10 * ((1 - beta0).log() / 10 + offset)).exp()
+    return 1 - (beta.clamp(0, 1) if clip else beta)
+
+
+def clean(g: Tensor, clip: float = G_MAX) -> Tensor:
+    """The gradient as float32 with NaN and infinities taken as 0, clipped to +-clip."""
+    return torch.nan_to_num(g.float(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-clip, clip)
+
+
+def is_clean(g: Tensor, clip: float = G_MAX) -> bool:
+    """Whether `clean` would change nothing (for CPU tensors: it looks at the values)."""
+    low, high = torch.aminmax(g)
+    return bool(low >= -clip) and bool(high <= clip)  # False for NaN
+
+
+def accumulate(
+    M: Tensor, V: Tensor, g: Tensor, q: Tensor, rates: Rates, out=(None, None)
+) -> tuple[Tensor, Tensor]:
+    """M_i <- beta_i M_i + (1 - beta_i) g and V <- beta_4 V + (1 - beta_4) q, where q = g^2."""
+    M = torch.lerp(M, g.unsqueeze(1), trailing(rates.M, M.ndim), out=out[0])
+    return M, torch.lerp(V, q, trailing(rates.V[:, 0], V.ndim), out=out[1])
+
+
+def accumulate_factored(
+    r: Tensor,
+    c: Tensor,
+    row_mean: Tensor,  # (S, *shape), mean of g^2 over d0, kept with size 1
+    col_mean: Tensor,  # (S, *shape), mean of g^2 over d1, kept with size 1
+    rates: Rates,
+    eps: Eps,
+) -> tuple[Tensor, Tensor]:
+    """r_i <- beta_i r_i + (1 - beta_i) row_mean(g^2), and c likewise."""
+    rate = trailing(rates.rc, r.ndim)
+    floor = 0.0 if eps.mode == "relative" else trailing(1e-30 * eps.scale, row_mean.ndim)
+    r = torch.lerp(r, (row_mean + floor).unsqueeze(1), rate)
+    return r, torch.lerp(c, (col_mean + floor).unsqueeze(1), rate)
+
+
+def factored_means(q: Tensor, dims: Dims, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Row and column means of q = g^2; q itself, twice, when it is not factored.
+
+    `shape` is the whole tensor's: for a block q of it this is the block's share of the means.
+    """
+    if dims is None:
+        return q, q
+    d1, d0 = dims
+    return q.sum(d0, True) / shape[d0], q.sum(d1, True) / shape[d1]
+
+
+def _over(x: Tensor, keep: int) -> Tensor:
+    """Mean over all axes but the first `keep`, with the shape kept for broadcasting."""
+    return x.flatten(keep).mean(-1).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
+
+
+def _safe(x: Tensor, factor: float = 1.0) -> Tensor:
+    """factor * x, or 1 where x is as good as zero."""
+    return torch.where(x <= TINY, torch.ones_like(x), factor * x)
+
+
+def scales(V_mean: Tensor, r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> Scales:
+    """The vectors of F_grad = g sqrt(mean(r) / (r c^T)), F_mom likewise, and the epsilons of V.
+
+    V_mean is (S, 1, ...): the mean of V, used only by the relative epsilons, which tie every
+    epsilon to the tensor's own gradient scale so that the features do not change when the loss is
+    rescaled.
+    """
+    r_mean = r if dims is None else r.mean(dims[0], True)  # over d1: one per decay and batch index
+    if eps.mode == "relative":
+        floor = _safe(_over(r, 2), 1e-8)
+        col = torch.maximum(c, floor).rsqrt()
+        row = (r / _safe(r_mean)).clamp_min(1e-8).rsqrt()
+        pair = (c.new_ones((1,) * c.ndim), col) if dims is None else (row, col)
+        return Scales(_safe(V_mean), _safe(V_mean, 1e-8), _safe(V_mean, 1e-2), pair, pair)
+    e6, e9 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-9))
+    at_least_e9 = (
+        (lambda x: torch.maximum(x, e9)) if isinstance(e9, Tensor) else (lambda x: x.clamp_min(e9))
+    )
+    eps_V = trailing(1e-6 * eps.scale, V_mean.ndim)
+    if dims is not None:
+        pair = at_least_e9(r / (r_mean + e9)).rsqrt(), at_least_e9(c).rsqrt()
+        return Scales(1.0, eps_V, eps_V, pair, pair)
+    one = c.new_ones((1,) * c.ndim)
+    mom = (c if velo else c + e6).rsqrt()  # DIVERGES: the reference's VeLO has no epsilon here
+    return Scales(1.0, eps_V, eps_V, (one, at_least_e9(c + e9).rsqrt()), (one, mom))
+
+
+def row_col_features(r: Tensor, c: Tensor, eps: Eps) -> tuple[Tensor, Tensor]:
+    """[r, 1/sqrt(r)] and [c, 1/sqrt(c)], each (S, 6, *shape) and still of size 1 along one axis."""
+    if eps.mode == "relative":
+        R = _over(r, 2)  # (S, 3, 1, ...)
+        unit, e = _safe(R), _safe(R, 1e-2)
+    else:
+        unit, e = 1.0, trailing(1e-8 * eps.scale, r.ndim)
+    return tuple(torch.cat([x / unit, (x + e).rsqrt()], 1) for x in (r, c))
+
+
+def dense_features(
+    p: Tensor, g: Tensor, M: Tensor, V: Tensor, s: Scales, kind: str
+) -> list[Tensor]:
+    """The features that differ at every entry, as (S, 1 or 3, *shape) each: 16 in all, 18 for VeLO.
+
+    Order: g, [clip(g),] p, M, V, M/sqrt(V), 1/sqrt(V), F_grad, [g/sqrt(V),] F_mom.
+    DIVERGES: g/sqrt(V) is in the reference's VeLO (30 features) but not in the paper's table (29).
+    """
+    inv_M = (V + s.eps_M).rsqrt()
+    inv_V = inv_M if s.eps_V is s.eps_M else (V + s.eps_V).rsqrt()
+    rho = s.grad[0] * s.grad[1]
+    rho_M = rho if s.mom is s.grad else s.mom[0] * s.mom[1]
+    V = V if isinstance(s.unit_V, float) else V / s.unit_V
+    g1, inv_M = g.unsqueeze(1), inv_M.unsqueeze(1)  # (S, 1, *shape)
+    parts = [
+        g1,
+        p.unsqueeze(1),
+        M,
+        V.unsqueeze(1),
+        M * inv_M,
+        inv_V.unsqueeze(1),
+        g1 * rho,
+        M * rho_M,
+    ]
+    if kind != "small_fc":
+        parts.insert(1, g1.clamp(-0.1, 0.1))
+    if kind == "velo":
+        parts.insert(-1, g1 * inv_M)
+    return parts
+
+
+def feature_index(kind: str) -> tuple[list[int], list[int], list[int]]:
+    """Where the dense, row and column features stand in the network's input.
+
+    The input is: dense but F_mom | r | c | 1/sqrt(r) | 1/sqrt(c) | F_mom | time (small_fc only).
+    """
+    d = {"small_fc": 13, "velo": 15, "velo_paper": 14}[kind]
+    dense = [*range(d), *range(d + 12, d + 15)]
+    row = [*range(d, d + 3), *range(d + 6, d + 9)]
+    return dense, row, [i + 3 for i in row]
+
+
+def sum_squares(parts: list[Tensor]) -> Tensor:
+    """Sum of x^2 per tensor and feature, (S, F), of features given as (S, k, *shape) each."""
+    return torch.cat([x.square().flatten(2).sum(-1) for x in parts], 1)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Mean of x^2 per tensor and feature, (S, F); size-1 axes need no tiling for that."""
+    return sum_squares([x]) / x[0, 0].numel()
+
+
+def inverse_rms(ms: Tensor, eps: Eps) -> Tensor:
+    """1 / RMS from the mean square (S, F); 0 for a feature that is zero everywhere."""
+    if eps.mode == "relative" or eps.rms == 0:
+        return torch.where(ms <= TINY, torch.zeros_like(ms), ms.rsqrt())
+    return (ms + trailing(eps.rms * eps.scale, 2)).rsqrt()
+
+
+def time_features(t: Tensor, t_max: float | None, spec: str) -> Tensor:
+    """tanh(t/x - 1) for the 11 timescales x, (..., 11); t = 0 at the first step.
+
+    DIVERGES: the paper writes tanh(t/x). `t_max` holds t at the longest horizon seen in
+    meta-training.
+    """
+    t = t.float() if t_max is None else t.float().clamp_max(t_max)
+    x = t.unsqueeze(-1) / torch.tensor(TIMESCALES, dtype=torch.float32, device=t.device)
+    return torch.tanh(x if spec == "paper" else x - 1)
+
+
+def fraction_features(t: Tensor, num_steps: Tensor, spec: str) -> Tensor:
+    """VeLO's time features, tanh(10 (t/T - x)) for the 9 fractions x, (..., 9).
+
+    DIVERGES: the paper writes tanh(t/T - 10x), which is saturated at almost every t.
+    """
+    f = (t.float() / num_steps).unsqueeze(-1)
+    x = torch.tensor(FRACTIONS, dtype=torch.float32, device=f.device)
+    return torch.tanh(f - 10 * x if spec == "paper" else 10 * (f - x))
+
+
+class LossBuffer(NamedTuple):
+    """VeLO's memory of the loss: 10 exponential means, their minima, and the count of updates."""
+
+    means: Tensor  # (10,)
+    low: Tensor  # (10,)
+    count: Tensor  # ()
+
+
+def init_loss_buffer(device: torch.device | str | None = None) -> LossBuffer:
+    z = torch.zeros(10, device=device)
+    return LossBuffer(z, z + 999999999999.0, torch.zeros((), device=device))
+
+
+def loss_features(
+    buffer: LossBuffer, loss: Tensor, num_steps: int, bugged: bool
+) -> tuple[LossBuffer, Tensor]:
+    """Update the buffer with this step's loss; return it and the 9 EMA loss features of the LSTM.
+
+    Half-lives run from 10 steps to num_steps (all 10 in the "bugged" variant of old checkpoints).
+    Each mean is compared with its own running minimum, the next longer mean acting as the maximum.
+    A loss above twice the largest mean so far is capped, and one that is not finite counts as that
+    cap; the features are 0 for the first two steps. All in float32 like the reference: 1 - decay^n
+    loses digits.
+    """
+    top = 1.0 if bugged else math.log10(num_steps)
+    half_life = 10 ** torch.linspace(1, top, 10, device=loss.device)
+    decay = torch.exp(-1 / half_life)
+    n = buffer.count
+    unbias = 1 - decay ** (n + 1)
+    largest = torch.where(n == 0, torch.nan_to_num(loss, 0, 0, 0), (buffer.means / unbias).max())
+    cap = 2 * largest.abs()
+    loss = torch.where(loss.isfinite(), torch.minimum(cap, loss), cap)
+    means = buffer.means * decay + loss * (1 - decay)
+    ema = means / unbias
+    low = torch.minimum(buffer.low, ema)
+    x = (ema[:-1] - low[:-1]) / (ema[1:] - low[:-1]).clamp_min(1e-8) - 1
+    x = torch.where(n + 1 <= 2, torch.zeros_like(x), x.clamp(-1, 1))
+    return LossBuffer(means, low, n + 1), x
+
+
+def squash(x: Tensor) -> Tensor:
+    """c_1 clip(log(c_2 x), -tau, tau) with c_1 = 1/2, c_2 = 10, tau = 5, as the paper sets them."""
+    return 0.5 * (1e-8 + (10 * x).abs()).log().clamp(-5, 5)
+
+
+def mean_squared(p: Tensor) -> Tensor:
+    """Mean of p^2 of each tensor, (S,), without a temporary of p's size."""
+    var, mean = torch.var_mean(p.float().flatten(1), -1, correction=0)
+    return var + mean.square()
+
+
+def tensor_features(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
+    """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (S, 12).
+
+    They see the accumulators of the step before. The paper's var_rms subtracts the mean of the
+    *momentum* from V, and so does the reference; with variances about the mean that is
+    mean((V - m)^2) = var(V) + (mean(V) - m)^2.
+    """
+    k = mean_squared(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
+    var_M, mean_M = torch.var_mean(M.flatten(2), -1, correction=0)  # (S, 3)
+    var_V, mean_V = (x.unsqueeze(-1) for x in torch.var_mean(V.flatten(1), -1, correction=0))
+    var_rms = (var_V + (mean_V - mean_M).square()) * k.square()
+    rank = torch.arange(5, device=p.device) == sum(n > 1 for n in p.shape[1:])  # none for rank 5
+    var_mom = squash(var_M * k.square())
+    return torch.cat(
+        [squash(mean_V * k), rank.float().expand(len(p), 5), var_mom, squash(var_rms)], -1
+    )

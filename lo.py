@@ -1,0 +1,421 @@
+"""A learned optimizer: its configuration, its networks and the one pure step.
+
+    lo = SmallFC(LOConfig(hidden_size=4))
+    acc, p = step(lo.config, stacked(lo), acc, p, g, t, scale, dims)
+
+Paper: eq. 2 (the update), appendix A.1 (small_fc_lopt and VeLO). The step exists in two forms,
+equal to float32 rounding and tested so. `literal_step` builds every feature, normalises, runs the
+MLP: read that one. `step` is what runs, folded so that little memory moves:
+
+  - time features are the same for every parameter: their product with W0 joins the first bias;
+  - row and column features are vectors: their products with W0 are added by broadcasting;
+  - RMS normalisers are scalars per tensor: they scale the rows of W0, not the features.
+
+`step_` is `step` in place and in blocks that fit the cache, for the Optimizer: same formulas, no
+copies. All take a stack of S equal-shaped tensors and weights phi with a leading axis of 1 (shared)
+or S (one set per tensor: VeLO's generated weights, or the particles of meta-training).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor, nn
+
+import features
+from features import Accumulators, Dims, Eps, Rates, trailing
+
+BLOCK = (
+    2**19
+)  # floats of features and hidden units per block of `step_`: amortises Python, fits the cache
+Phi = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class LOConfig:
+    """Everything about a learned optimizer that is not a weight; stored in its checkpoint."""
+
+    net: str = "small_fc"  # or "velo"
+    hidden_size: int = 32  # the authors' configuration; 4 in the paper's text
+    hidden_layers: int = 2  # paper, appendix A.1.1
+    lam1: float = 0.001  # lambda_1 of eq. 2; 0.01 for the small_fc muLOs (paper, appendix C)
+    lam2: float = 0.001  # lambda_2 of eq. 2
+    spec: str = "reference"  # or "paper": the paper's literal time features, 29 VeLO features
+    eps: str = (
+        "reference"  # or "relative" (to the tensor's gradient scale), "fan_in" (times 1/fan_in)
+    )
+    eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
+    t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
+    lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
+    param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
+    param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for muVeLO
+    use_bugged_loss_features: bool = False  # VeLO: all loss half-lives 10, for old checkpoints
+
+    def __post_init__(self):
+        choices = {
+            "net": ("small_fc", "velo"),
+            "spec": ("reference", "paper"),
+            "eps": ("reference", "relative", "fan_in"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown: use one of {allowed}."
+                )
+        for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
+        if not self.eps_rms >= 0:
+            raise ValueError(f"eps_rms must be 0 or more, not {self.eps_rms!r}.")
+
+    @property
+    def kind(self) -> str:
+        """Which feature set: "small_fc", "velo" or "velo_paper"."""
+        return "velo_paper" if (self.net, self.spec) == ("velo", "paper") else self.net
+
+    @property
+    def num_features(self) -> int:
+        return {"small_fc": 39, "velo": 30, "velo_paper": 29}[self.kind]
+
+    def layer_sizes(self) -> list[int]:
+        return [self.num_features, *[self.hidden_size] * self.hidden_layers, 2]
+
+
+def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | None) -> Tensor:
+    """N(0, 1/fan_in) truncated at two standard deviations: the reference's init."""
+    return nn.init.trunc_normal_(torch.empty(shape), generator=generator).mul_(fan_in**-0.5)
+
+
+class LO(nn.Module):
+    """Weights phi with their config. Subclasses say which weights there are and how they start."""
+
+    def __init__(self, config: LOConfig, generator: torch.Generator | None = None):
+        super().__init__()
+        self.config = config
+        for name, value in self.initial_weights(config, generator).items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.config})"
+
+
+class SmallFC(LO):
+    """small_fc_lopt: one MLP for every parameter; its decays are weights too, as offsets."""
+
+    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
+        super().__init__(dataclasses.replace(config or LOConfig(), net="small_fc"), generator)
+
+    @staticmethod
+    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
+        phi, sizes = {}, config.layer_sizes()
+        for k, (n, m) in enumerate(pairwise(sizes)):
+            phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"b{k}"] = torch.zeros(m)
+        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        return phi | {name: torch.zeros(n) for name, n in decays.items()}
+
+    def forward(self, A: Tensor) -> Tensor:
+        """The bare network: features (..., 39) -> [d, m] (..., 2)."""
+        return mlp(stacked(self), A[None], self.config.hidden_layers)[0]
+
+
+class VeLO(LO):
+    """An LSTM over tensors that generates, each step, every tensor's own MLP and rate alpha."""
+
+    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
+        super().__init__(
+            dataclasses.replace(config or LOConfig(hidden_size=4), net="velo"), generator
+        )
+
+    @staticmethod
+    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
+        H, K = config.lstm_hidden, config.param_inits
+        phi = {}
+        for name, n, m in (
+            ("mix", 30, H),  # linear_1 of the reference: its maximum over tensors is shared by all
+            ("embed", 30, H),  # linear_2
+            ("lstm", 2 * H, 4 * H),
+            ("controls", H, K),
+            ("alpha", H, 1),  # step_size
+        ):
+            phi[f"{name}_w"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"{name}_b"] = torch.zeros(m)
+        phi |= {"hidden0": torch.zeros(1, H), "cell0": torch.zeros(1, H)}
+        sizes = config.layer_sizes()
+        for k, (n, m) in enumerate(pairwise(sizes)):
+            phi[f"bank_w{k}"] = _truncated_normal(K, n, m, fan_in=n, generator=generator)
+            phi[f"bank_b{k}"] = torch.zeros(K, m)
+        return phi
+
+
+def stacked(lo: LO) -> Phi:
+    """The weights of one LO with a leading axis of 1, as `step` takes them."""
+    return {name: w.unsqueeze(0) for name, w in lo.named_parameters()}
+
+
+def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
+    """f_phi(A) = W2 relu(W1 relu(W0 A + b0) + b1) + b2, for x (S, ..., F) -> (S, ..., 2)."""
+    shape = x.shape
+    x = x.flatten(1, -2)
+    for k in range(hidden_layers + 1):
+        x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
+        x = x.relu() if k < hidden_layers else x
+    return x.unflatten(1, shape[1:-1]) if len(shape) != 3 else x
+
+
+def lstm_step(phi: Phi, x: Tensor, h: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of the LSTM over T tensors: x (T, 30), h and cell (T, H). They mix by a maximum."""
+    mix = (x @ phi["mix_w"] + phi["mix_b"]).relu().amax(0, keepdim=True)
+    y = x @ phi["embed_w"] + phi["embed_b"] + mix
+    i, g, f, o = (torch.cat([y, h], -1) @ phi["lstm_w"] + phi["lstm_b"]).chunk(4, -1)
+    cell = torch.sigmoid(f + 1) * cell + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
+    """From the LSTM's output h (T, H): every tensor's MLP weights (T, ...) and its rate alpha (T,).
+
+    theta = 100 mean_k(control_k theta_k) over the bank. DIVERGES: alpha is the raw linear output,
+    which may be negative; the paper only calls it a learning-rate multiplier.
+    """
+    control = h @ phi["controls_w"] + phi["controls_b"]  # (T, K)
+    weights = {
+        f"{n}{k}": torch.tensordot(control, phi[f"bank_{n}{k}"], 1) * (100 / config.param_inits)
+        for k in range(config.hidden_layers + 1)
+        for n in "wb"
+    }
+    return weights, (h @ phi["alpha_w"] + phi["alpha_b"])[:, 0]
+
+
+def rates_of(config: LOConfig, phi: Phi) -> Rates:
+    """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
+    any_w = phi["w0"]
+    o = {
+        k: phi.get(k, any_w.new_zeros(1, 1))
+        for k in ("momentum_decays", "rms_decays", "adafactor_decays")
+    }
+    return Rates(
+        features.mixing_rate(o["momentum_decays"], features.BETA_M, clip=False),
+        features.mixing_rate(o["rms_decays"], features.BETA_V, clip=True),
+        features.mixing_rate(o["adafactor_decays"], features.BETA_RC, clip=True),
+    )
+
+
+def _setting(config: LOConfig, eps_scale: Tensor | float) -> tuple[Eps, float]:
+    """The epsilons, and where gradients are clipped (VeLO: 1000)."""
+    eps = Eps(config.eps, config.eps_rms, eps_scale if config.eps == "fan_in" else 1.0)
+    return eps, 1000.0 if config.net == "velo" else features.G_MAX
+
+
+def literal_step(
+    config: LOConfig,
+    phi: Phi,  # w0 (S | 1, 39, h), b0 (S | 1, h), ...
+    acc: Accumulators,
+    p: Tensor,  # (S, *shape)
+    g: Tensor,  # (S, *shape)
+    t: Tensor,  # () or (S,), 0 at the first step
+    scale: Tensor,  # (S,): lr times the muP factor, times alpha for VeLO
+    dims: Dims,
+    decay: Tensor | float = 0.0,  # (S,): lr times weight decay
+    eps_scale: Tensor | float = 1.0,  # (S,): 1/fan_in, used only with eps="fan_in"
+) -> tuple[Accumulators, Tensor]:
+    """The step as the paper tells it: accumulate, build the features, normalise, MLP, update."""
+    eps, clip = _setting(config, eps_scale)
+    velo = config.net == "velo"
+    rates = rates_of(config, phi)
+    g, p = features.clean(g, clip), p.float()
+    q = g.square()
+    M, V = features.accumulate(acc.M, acc.V, g, q, rates)
+    r, c = features.accumulate_factored(
+        acc.r, acc.c, *features.factored_means(q, dims, p.shape), rates, eps
+    )
+    V_mean = trailing(V.flatten(1).mean(-1), V.ndim)
+
+    s = features.scales(V_mean, r, c, dims, eps, velo)
+    parts = features.dense_features(p, g, M, V, s, config.kind) + list(
+        features.row_col_features(r, c, eps)
+    )
+    A_hat = torch.cat([x.expand(-1, -1, *p.shape[1:]).movedim(1, -1) for x in parts], -1)
+    order = torch.tensor(list(chain(*features.feature_index(config.kind)))).argsort()
+    A_hat = A_hat[..., order]  # (S, *shape, 28), in the reference's order
+    entries = tuple(range(1, p.ndim))
+    ms = A_hat.square().mean(entries)  # (S, 28)
+    A = A_hat * features.inverse_rms(ms, eps).view(len(p), *[1] * len(entries), -1)
+    if not velo:
+        T = features.time_features(t.reshape(-1), config.t_max, config.spec)  # (S | 1, 11)
+        A = torch.cat(
+            [A, T.view(-1, *[1] * len(entries), 11).expand(*p.shape, 11)], -1
+        )  # (S, *shape, 39)
+
+    d, m = mlp(phi, A, config.hidden_layers).unbind(-1)  # (S, *shape) each
+    update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
+    new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
+    return Accumulators(M, V, r, c), new_p
+
+
+@dataclasses.dataclass
+class Folded:
+    """The network with all that is not dense folded into its weights."""
+
+    w0: Tensor  # (S, h, D): dense features only
+    row: Tensor  # (S, h, *shape), size 1 along d0; the bias and time features are in here
+    col: Tensor  # (S, h, *shape), size 1 along d1
+    layers: list[tuple[Tensor, Tensor]]  # w (S, m, n), b (S, m, 1)
+
+    def __call__(self, p: Tensor, dense: list[Tensor], row: Tensor, col: Tensor) -> Tensor:
+        """The new p of a block, from its dense features and its parts of row and col."""
+        X = torch.cat(dense, 1).flatten(2)  # (S, D, n)
+        x = (row + col).flatten(2).baddbmm_(self.w0, X)
+        for w, b in self.layers:
+            x = torch.baddbmm(b, w, x.relu_())
+        d, m = x.view(len(p), 2, *p.shape[1:]).unbind(1)  # times scale lam1, and lam2
+        return torch.addcmul(p, d, m.exp(), value=-1)  # eq. 2 and 3
+
+
+def fold(
+    config: LOConfig, phi: Phi, ms: Tensor, r: Tensor, c: Tensor, t: Tensor, scale: Tensor, eps: Eps
+) -> Folded:
+    """Fold mean squares of the dense features ms (S, D), r, c, t, lambdas and scale into phi."""
+    dense, row, col = features.feature_index(config.kind)
+    w0 = phi["w0"].mT  # (S | 1, h, 39)
+
+    def first_layer(x: Tensor, where: list[int]) -> Tensor:  # x (S, 6, *vector) -> (S, h, *vector)
+        norm = features.inverse_rms(features.mean_square(x), eps).unsqueeze(1)
+        return torch.matmul(w0[..., where] * norm, x.flatten(2)).unflatten(-1, x.shape[2:])
+
+    bias = phi["b0"]
+    if config.net == "small_fc":
+        T = features.time_features(t.reshape(-1), config.t_max, config.spec)
+        bias = bias + (w0[..., 28:] @ T.unsqueeze(-1)).squeeze(-1)  # (S | 1, h)
+    x_row, x_col = features.row_col_features(r, c, eps)
+    out = torch.stack([config.lam1 * scale, torch.full_like(scale, config.lam2)], -1).unsqueeze(
+        -1
+    )  # (S, 2, 1)
+    layers = [
+        (phi[f"w{k}"].mT, phi[f"b{k}"].unsqueeze(-1)) for k in range(1, config.hidden_layers + 1)
+    ]
+    layers[-1] = tuple(x * out for x in layers[-1])
+    return Folded(
+        w0[..., dense] * features.inverse_rms(ms, eps).unsqueeze(1),
+        first_layer(x_row, row) + trailing(bias, x_row.ndim),
+        first_layer(x_col, col),
+        [(w.expand(len(r), -1, -1), b) for w, b in layers],
+    )
+
+
+def step(
+    config: LOConfig,
+    phi: Phi,
+    acc: Accumulators,
+    p: Tensor,
+    g: Tensor,
+    t: Tensor,
+    scale: Tensor,
+    dims: Dims,
+    decay: Tensor | float = 0.0,
+    eps_scale: Tensor | float = 1.0,
+) -> tuple[Accumulators, Tensor]:
+    """The folded step, pure: same arguments and result as `literal_step`."""
+    eps, clip = _setting(config, eps_scale)
+    rates = rates_of(config, phi)
+    g, p = features.clean(g, clip), p.float()
+    q = g.square()
+    M, V = features.accumulate(acc.M, acc.V, g, q, rates)
+    r, c = features.accumulate_factored(
+        acc.r, acc.c, *features.factored_means(q, dims, p.shape), rates, eps
+    )
+    V_mean = trailing(V.flatten(1).mean(-1), V.ndim)
+    s = features.scales(V_mean, r, c, dims, eps, config.net == "velo")
+    dense = features.dense_features(p, g, M, V, s, config.kind)
+    ms = features.sum_squares(dense) / p[0].numel()
+    net = fold(config, phi, ms, r, c, t, scale, eps)
+    new_p = net(p, dense, net.row, net.col)
+    return Accumulators(M, V, r, c), new_p - trailing(decay, p.ndim) * p
+
+
+def block_entries(config: LOConfig) -> int:
+    """How many entries of a tensor make a block: as many as BLOCK floats are for."""
+    return BLOCK // (16 + config.hidden_size)
+
+
+def block_axis(shape: tuple[int, ...], entries: int) -> tuple[int, int]:
+    """Along which (negative) axis, and how long, to cut blocks of about `entries` from a tensor.
+
+    The first axis of which one slice is small enough, so that blocks are contiguous where they can
+    be.
+    """
+    slices = [math.prod(shape) // max(n, 1) for n in shape]
+    axis = next((k for k, n in enumerate(slices) if n <= entries), slices.index(min(slices)))
+    return axis - len(shape), max(1, entries // max(slices[axis], 1))
+
+
+def step_(
+    config: LOConfig,
+    phi: Phi,
+    acc: Accumulators,
+    p: Tensor,
+    g: Tensor,
+    t: Tensor,
+    scale: Tensor,
+    dims: Dims,
+    decay: Tensor | float = 0.0,
+    eps_scale: Tensor | float = 1.0,
+) -> Tensor | None:
+    """`step`, in place on acc and p (p of any float dtype): three passes over cache-sized blocks.
+
+    Extra memory is a few vectors and one block's features, however large the tensor. Returns how
+    many entries of g are not finite, or None if the gradient was clean.
+    """
+    S, n = len(p), p[0].numel()
+    eps, clip = _setting(config, eps_scale)
+    rates = rates_of(config, phi)
+    bad = None
+    if not (
+        g.device.type == "cpu" and features.is_clean(g, clip)
+    ):  # elsewhere, a look at values syncs
+        bad = (~g.isfinite()).sum()
+        g = features.clean(g, clip)
+    M, V, r, c = acc
+    axis, length = block_axis(p.shape[1:], block_entries(config) // S)
+
+    def split(x: Tensor) -> Sequence[Tensor]:
+        return x.split(length, axis) if x.shape[axis] > 1 else [x] * -(-p.shape[axis] // length)
+
+    # 1. Accumulators. Blocks add their shares of the row and column means.
+    row_mean, col_mean = torch.zeros_like(r[:, 0]), torch.zeros_like(c[:, 0])
+    for g_b, M_b, V_b, *means in zip(*map(split, (g, M, V, row_mean, col_mean)), strict=True):
+        g_b = g_b.float()
+        q = g_b.square()
+        features.accumulate(M_b, V_b, g_b, q, rates, out=(M_b, V_b))
+        for mean, share in zip(means, features.factored_means(q, dims, p.shape), strict=True):
+            mean.add_(share)
+    for old, new in zip(
+        (r, c), features.accumulate_factored(r, c, row_mean, col_mean, rates, eps), strict=True
+    ):
+        old.copy_(new)
+
+    # 2. Mean squares of the dense features, for the RMS normalisers.
+    V_mean = trailing(V.flatten(1).mean(-1), V.ndim) if config.eps == "relative" else V
+    s = features.scales(V_mean, r, c, dims, eps, config.net == "velo").split(split)
+    parts = list(zip(*map(split, (p, g, M, V)), s, strict=True))
+
+    def dense(p_b: Tensor, g_b: Tensor, *rest) -> list[Tensor]:
+        return features.dense_features(p_b.float(), g_b.float(), *rest, config.kind)
+
+    ms = sum(features.sum_squares(dense(*part)) for part in parts) / n
+
+    # 3. The network and the update.
+    net = fold(config, phi, ms, r, c, t, scale, eps)
+    for part, row, col in zip(parts, split(net.row), split(net.col), strict=True):
+        p_b = part[0]
+        new_p = net(p_b.float(), dense(*part), row, col)
+        p_b.copy_(
+            new_p
+            if isinstance(decay, float)
+            else new_p.addcmul_(trailing(-decay, p.ndim), p_b.float())
+        )
+    return bad

@@ -1,0 +1,322 @@
+"""μLO: train any PyTorch model with a learned optimizer under the Maximal Update Parametrization.
+
+    import mulo
+
+    roles = mulo.infer_roles(build, width)      # build(width) makes your model
+    model = mulo.init_(build(width), roles)
+    opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.load("mulo_m"))
+    ...; loss.backward(); opt.step(); opt.zero_grad()
+
+This file is the Optimizer and the public names. The order to read: `features.py` (what the
+optimizer sees), `lo.py` (the networks and the step), `mup.py` (the rules of section 4), then this
+file; `checkpoints.py` has the files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+import features
+import lo as lo_module
+from checkpoints import from_pylo, from_reference, load, save
+from features import Accumulators, Dims, LossBuffer
+from lo import LO, LOConfig, Phi, SmallFC, VeLO
+from mup import RULES, Readout, infer_roles, init_, param_groups
+
+__all__ = [
+    "LO",
+    "RULES",
+    "LOConfig",
+    "MuLO",
+    "Readout",
+    "SmallFC",
+    "VeLO",
+    "from_pylo",
+    "from_reference",
+    "infer_roles",
+    "init_",
+    "load",
+    "param_groups",
+    "save",
+]
+
+
+@dataclasses.dataclass
+class Bucket:
+    """Equal-shaped parameters that take their step together."""
+
+    params: list[nn.Parameter]
+    groups: list[dict]  # the param group of each
+    dims: Dims
+    p: Tensor  # (S, *shape): a view of the one parameter, or a float32 copy of several
+    g: Tensor  # (S, *shape)
+    acc: Accumulators
+
+    def per_tensor(self, value: Callable[[dict], float]) -> Tensor:
+        """value(group) of each tensor, (S,)."""
+        values = [float(value(group)) for group in self.groups]
+        return torch.tensor(values, device=self.p.device)
+
+
+class MuLO(torch.optim.Optimizer):
+    """Trains a model with a learned optimizer, SmallFC or VeLO.
+
+    A torch optimizer like any other, with these keys in its param groups:
+
+    lr            a plain factor on the update, 1 by default, for schedulers to drive
+    weight_decay  decoupled: a parameter shrinks by lr * weight_decay a step
+    scale         the μP factor on the update, from `param_groups`, apart from lr so that no
+                  scheduler overwrites it (with it come `fan_in` and `out_axis`)
+    step          t, the time that the learned optimizer sees: 0 at first, and settable
+
+    VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
+    is float32 whatever the parameters are. Gradient entries that are NaN or infinite are taken as 0
+    and counted in `nonfinite`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lo: LO,
+        lr: float = 1.0,
+        weight_decay: float = 0.0,
+        num_steps: int | None = None,
+    ):
+        if not isinstance(lo, LO):
+            raise TypeError(f"lo must be a learned optimizer, as mulo.load gives, not {lo!r}.")
+        if isinstance(lo, VeLO) and not (isinstance(num_steps, int) and num_steps > 0):
+            raise ValueError(
+                f"VeLO needs num_steps, the length of the run in steps, not {num_steps!r}."
+            )
+        self.lo, self.num_steps = lo, num_steps
+        self._nonfinite: dict[torch.device, Tensor] = {}
+        self._forget()
+        defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
+        super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0})
+
+    def _forget(self) -> None:
+        """Drop what is derived: the weights on each device, and the stacks of accumulators."""
+        self._phi: dict[torch.device, Phi] = {}
+        self._stacks: dict[tuple, tuple[Accumulators, list[dict[str, Tensor]]]] = {}
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        wrong = [k for k in ("lr", "weight_decay", "scale", "step") if not float(group[k]) >= 0]
+        dtypes = {p.dtype for p in group["params"] if not p.is_floating_point()}
+        if not wrong and not dtypes and group["out_axis"] in (0, 1, -1):
+            return
+        self.param_groups.pop()
+        if wrong:
+            raise ValueError(f"{wrong[0]} must be 0 or more, not {group[wrong[0]]!r}.")
+        if dtypes:
+            raise ValueError(f"parameters must be real floating point, not {dtypes.pop()}.")
+        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Tensor] | None = None,
+        *,
+        loss: Tensor | float | None = None,
+    ) -> Tensor | float | None:
+        """Update every parameter that has a gradient; returns the loss it was given, if any."""
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        config = self.lo.config
+        if config.net == "velo" and loss is None:
+            raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
+        buckets = self._buckets()
+        nets = self._generate(buckets, loss) if config.net == "velo" else [None] * len(buckets)
+        for b, net in zip(buckets, nets, strict=True):
+            phi, alpha = net or (self._weights(b.p.device), 1.0)
+            decayed = any(group["weight_decay"] for group in b.groups)
+            bad = lo_module.step_(
+                config,
+                phi,
+                b.acc,
+                b.p,
+                b.g,
+                b.per_tensor(lambda group: group["step"]),
+                b.per_tensor(lambda group: group["lr"] * group["scale"]) * alpha,
+                b.dims,
+                b.per_tensor(lambda group: group["lr"] * group["weight_decay"]) if decayed else 0.0,
+                b.per_tensor(lambda group: 1 / group["fan_in"]) if config.eps == "fan_in" else 1.0,
+            )
+            if bad is not None:
+                self._nonfinite[b.p.device] = self._nonfinite.get(b.p.device, 0) + bad
+            if len(b.params) > 1:
+                torch._foreach_copy_(
+                    b.params, [x.view(q.shape) for x, q in zip(b.p, b.params, strict=True)]
+                )
+        for group in self.param_groups:
+            group["step"] += 1
+        self._warn_nonfinite()
+        return loss
+
+    def _weights(self, device: torch.device) -> Phi:
+        if device not in self._phi:
+            stacked = lo_module.stacked(self.lo)
+            self._phi[device] = {k: w.detach().to(device) for k, w in stacked.items()}
+        return self._phi[device]
+
+    def _buckets(self) -> list[Bucket]:
+        """The parameters with gradients, small ones of a shape together."""
+        alike: dict[tuple, list[tuple[nn.Parameter, dict]]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None or not p.numel():
+                    continue
+                if p.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        "MuLO takes dense gradients only: build the layer with sparse=False."
+                    )
+                key = (p.shape, p.dtype, p.device, p.grad.dtype, group["out_axis"])
+                alike.setdefault(key, []).append((p, group))
+        buckets = []
+        for key, members in alike.items():
+            size = max(1, lo_module.block_entries(self.lo.config) // members[0][0].numel())
+            for k in range(0, len(members), size):
+                buckets.append(self._bucket((key, k), *zip(*members[k : k + size], strict=True)))
+        return buckets
+
+    def _bucket(self, key: tuple, params: tuple[nn.Parameter], groups: tuple[dict]) -> Bucket:
+        shape = tuple(params[0].shape) or (1,)  # a scalar is a vector of one
+        dims = features.factored_dims(shape, groups[0]["out_axis"])
+        p, g = params[0].detach(), params[0].grad
+        if len(params) > 1:
+            p, g = torch.stack(params).float(), torch.stack([q.grad for q in params])
+        p, g = p.reshape(-1, *shape), g.reshape(-1, *shape)
+        return Bucket(params, groups, dims, p, g, self._accumulators(key, params, p, dims))
+
+    def _accumulators(self, key: tuple, params: tuple, p: Tensor, dims: Dims) -> Accumulators:
+        """The stacked state of a bucket, of which each parameter's own state is a view.
+
+        Built anew when its members have changed, or their state was replaced, as loading does.
+        """
+        states = [self.state[q] for q in params]
+        acc, views = self._stacks.get(key, (None, []))
+        if len(views) == len(states) and all(
+            s.get(k) is x for s, view in zip(states, views, strict=True) for k, x in view.items()
+        ):
+            return acc
+        acc = features.init_accumulators(p, dims)
+        views = [{k: x[n] for k, x in acc._asdict().items()} for n in range(len(states))]
+        for s, view in zip(states, views, strict=True):
+            for k in view.keys() & s.keys():
+                view[k].copy_(s[k])
+            s.update(view)
+        self._stacks[key] = acc, views
+        return acc
+
+    def _generate(self, buckets: list[Bucket], loss: Tensor | float) -> list[tuple[Phi, Tensor]]:
+        """VeLO: run the LSTM over all tensors; each bucket gets its MLPs' weights and alphas."""
+        if not buckets:
+            return []
+        config, device = self.lo.config, buckets[0].p.device
+        loss = torch.as_tensor(loss, dtype=torch.float32, device=device).detach().reshape(())
+        memory = self.state["loss"] if "loss" in self.state else None
+        memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device)
+        bugged = config.use_bugged_loss_features
+        memory, x_loss = features.loss_features(memory, loss, self.num_steps, bugged)
+        self.state["loss"] = memory._asdict()
+
+        t = torch.cat([b.per_tensor(lambda group: group["step"]).to(device) for b in buckets])
+        x_tensor = [features.tensor_features(b.p, b.acc.M, b.acc.V).to(device) for b in buckets]
+        x_time = features.fraction_features(t, self.num_steps, config.spec)
+        x = torch.cat([x_time, x_loss.expand(len(t), -1), torch.cat(x_tensor)], -1)  # (T, 30)
+
+        phi = {k: w[0] for k, w in self._weights(device).items()}
+        states = [self.state[p] for b in buckets for p in b.params]
+        h = torch.stack([s["h"].to(device) if "h" in s else phi["hidden0"][0] for s in states])
+        cell = torch.stack(
+            [s["cell"].to(device) if "cell" in s else phi["cell0"][0] for s in states]
+        )
+        h, cell = lo_module.lstm_step(phi, x, h, cell)
+        for s, h_k, cell_k in zip(states, h, cell, strict=True):
+            s["h"], s["cell"] = h_k, cell_k
+        weights, alpha = lo_module.hypernetwork(config, phi, h)
+
+        sizes = [len(b.p) for b in buckets]
+        cut = {k: w.split(sizes) for k, w in weights.items()}
+        nets = []
+        for n, (b, a) in enumerate(zip(buckets, alpha.split(sizes), strict=True)):
+            a = a.to(b.p.device)
+            if config.param_scale_mult:
+                a = a * (features.mean_squared(b.p) + 1e-9).sqrt()
+            nets.append(({k: w[n].to(b.p.device) for k, w in cut.items()}, a))
+        return nets
+
+    @property
+    def nonfinite(self) -> int:
+        """How many gradient entries were NaN or infinite so far, and were taken as 0."""
+        return sum(int(n) for n in self._nonfinite.values())
+
+    def _warn_nonfinite(self) -> None:
+        """Say so once. Off the CPU a look at the count waits for the device, so it is rare."""
+        if not self._nonfinite or getattr(self, "_warned", False):
+            return
+        on_cpu = all(device.type == "cpu" for device in self._nonfinite)
+        if (on_cpu or self.param_groups[0]["step"] % 100 == 0) and self.nonfinite:
+            self._warned = True
+            warnings.warn(
+                f"{self.nonfinite} gradient entries were NaN or infinite and were taken as 0: look "
+                "for an overflow in the loss, or skip such steps (MuLO.nonfinite keeps the count).",
+                stacklevel=4,
+            )
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Continue bit for bit. The dict is copied; state stays float32 for bf16 parameters too."""
+        saved = self._check_state_dict(state_dict)
+        super().load_state_dict(state_dict)  # which casts the state to the parameters' dtype
+        for p, state in saved:
+            self.state[p] = {k: x.detach().to(p.device, copy=True) for k, x in state.items()}
+        if "loss" in self.state:
+            self.state["loss"] = {k: x.detach().clone() for k, x in self.state["loss"].items()}
+
+    def _check_state_dict(self, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
+        """Each parameter with its saved state; an error before anything is changed."""
+        try:
+            groups, state = state_dict["param_groups"], state_dict["state"]
+            saved_sizes = [len(group["params"]) for group in groups]
+        except (KeyError, TypeError):
+            raise ValueError(
+                "this is not an optimizer's state_dict: give what MuLO.state_dict() returned."
+            ) from None
+        fix = (
+            "build the same model, param groups and learned optimizer as in the run that saved it."
+        )
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"the state_dict has groups of {saved_sizes} parameters, not of {sizes}: {fix}"
+            )
+        names = {*Accumulators._fields, *(("h", "cell") if isinstance(self.lo, VeLO) else ())}
+        ids = [k for group in groups for k in group["params"]]
+        mine = [(p, group) for group in self.param_groups for p in group["params"]]
+        found = []
+        for k, (p, group) in zip(ids, mine, strict=True):
+            if not state.get(k):
+                continue
+            empty = torch.empty(1, *(tuple(p.shape) or (1,)), device="meta")
+            dims = features.factored_dims(empty.shape[1:], group["out_axis"])
+            acc = features.init_accumulators(empty, dims)._asdict()
+            wrong = set(state[k]) != names
+            if wrong or any(state[k][name].shape != x.shape[1:] for name, x in acc.items()):
+                raise ValueError(f"the saved state of parameter {k} does not fit this one: {fix}")
+            found.append((p, state[k]))
+        return found
+
+    def __getstate__(self) -> dict:
+        mine = {k: self.__dict__[k] for k in ("lo", "num_steps", "_nonfinite")}
+        return super().__getstate__() | mine
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._forget()
