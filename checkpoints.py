@@ -38,7 +38,7 @@ def write_atomically(path: str | os.PathLike, write) -> None:
 
 
 def save(lo: LO, path: str | os.PathLike, **about) -> None:
-    """Write a learned optimizer to a file, with `about`: plain values, such as a command or seed."""
+    """Write a learned optimizer to a file, with `about`: plain values such as a command, a seed."""
     weights = {name: w.detach().cpu().clone() for name, w in lo.named_parameters()}
     content = {"format": FORMAT, "version": VERSION, "about": about}
     content |= {"config": dataclasses.asdict(lo.config), "weights": weights}

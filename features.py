@@ -224,8 +224,8 @@ def dense_features(
     Order: g, [clip(g),] p, M, V, M/sqrt(V), 1/sqrt(V), F_grad, [g/sqrt(V),] F_mom.
     DIVERGES: g/sqrt(V) is in the reference's VeLO (30 features) but not in the paper's table (29).
     """
-    inv_M = (V + s.eps_M).rsqrt()
-    inv_V = inv_M if s.eps_V is s.eps_M else (V + s.eps_V).rsqrt()
+    inv_M = (V + s.eps_M).rsqrt_()
+    inv_V = inv_M if s.eps_V is s.eps_M else (V + s.eps_V).rsqrt_()
     rho = s.grad[0] * s.grad[1]
     rho_M = rho if s.mom is s.grad else s.mom[0] * s.mom[1]
     V = V if isinstance(s.unit_V, float) else V / s.unit_V

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, pairwise
 
 import torch
@@ -29,9 +30,7 @@ from torch import Tensor, nn
 import features
 from features import Accumulators, Dims, Eps, Rates, trailing
 
-BLOCK = (
-    2**19
-)  # floats of features and hidden units per block of `step_`: amortises Python, fits the cache
+BLOCK = 1_024_000  # floats per block of `step_`: amortises Python, yet fits the cache
 Phi = dict[str, Tensor]
 
 
@@ -160,11 +159,11 @@ def stacked(lo: LO) -> Phi:
 def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
     """f_phi(A) = W2 relu(W1 relu(W0 A + b0) + b1) + b2, for x (S, ..., F) -> (S, ..., 2)."""
     shape = x.shape
-    x = x.flatten(1, -2)
+    x = x.reshape(len(x), -1, shape[-1])
     for k in range(hidden_layers + 1):
         x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
         x = x.relu() if k < hidden_layers else x
-    return x.unflatten(1, shape[1:-1]) if len(shape) != 3 else x
+    return x.reshape(*shape[:-1], 2)
 
 
 def lstm_step(phi: Phi, x: Tensor, h: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,14 +265,16 @@ class Folded:
     col: Tensor  # (S, h, *shape), size 1 along d1
     layers: list[tuple[Tensor, Tensor]]  # w (S, m, n), b (S, m, 1)
 
-    def __call__(self, p: Tensor, dense: list[Tensor], row: Tensor, col: Tensor) -> Tensor:
-        """The new p of a block, from its dense features and its parts of row and col."""
-        X = torch.cat(dense, 1).flatten(2)  # (S, D, n)
-        x = (row + col).flatten(2).baddbmm_(self.w0, X)
+    def apply(self, dense: list[Tensor], row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+        """scale lam1 d and exp(lam2 m) of a block, from its dense features, its row and col."""
+        X = torch.cat(dense, 1)  # (S, D, *block)
+        block = X.shape[2:]
+        x = (row + col).flatten(2).baddbmm_(self.w0, X.flatten(2))  # (S, h, n)
+        del dense, X  # most of the extra memory of a step, and not needed for the other layers
         for w, b in self.layers:
             x = torch.baddbmm(b, w, x.relu_())
-        d, m = x.view(len(p), 2, *p.shape[1:]).unbind(1)  # times scale lam1, and lam2
-        return torch.addcmul(p, d, m.exp(), value=-1)  # eq. 2 and 3
+        d, m = x.unflatten(2, block).unbind(1)  # (S, *block)
+        return d, m.exp()
 
 
 def fold(
@@ -333,8 +334,9 @@ def step(
     dense = features.dense_features(p, g, M, V, s, config.kind)
     ms = features.sum_squares(dense) / p[0].numel()
     net = fold(config, phi, ms, r, c, t, scale, eps)
-    new_p = net(p, dense, net.row, net.col)
-    return Accumulators(M, V, r, c), new_p - trailing(decay, p.ndim) * p
+    d, e_m = net.apply(dense, net.row, net.col)
+    new_p = torch.addcmul(p - trailing(decay, p.ndim) * p, d, e_m, value=-1)  # eq. 3
+    return Accumulators(M, V, r, c), new_p
 
 
 def block_entries(config: LOConfig) -> int:
@@ -385,37 +387,39 @@ def step_(
     def split(x: Tensor) -> Sequence[Tensor]:
         return x.split(length, axis) if x.shape[axis] > 1 else [x] * -(-p.shape[axis] // length)
 
-    # 1. Accumulators. Blocks add their shares of the row and column means.
+    # 1. Row and column means of g^2, to which each block adds its share.
     row_mean, col_mean = torch.zeros_like(r[:, 0]), torch.zeros_like(c[:, 0])
-    for g_b, M_b, V_b, *means in zip(*map(split, (g, M, V, row_mean, col_mean)), strict=True):
-        g_b = g_b.float()
-        q = g_b.square()
-        features.accumulate(M_b, V_b, g_b, q, rates, out=(M_b, V_b))
-        for mean, share in zip(means, features.factored_means(q, dims, p.shape), strict=True):
+    for g_b, *means in zip(*map(split, (g, row_mean, col_mean)), strict=True):
+        shares = features.factored_means(g_b.float().square(), dims, p.shape)
+        for mean, share in zip(means, shares, strict=True):
             mean.add_(share)
-    for old, new in zip(
-        (r, c), features.accumulate_factored(r, c, row_mean, col_mean, rates, eps), strict=True
-    ):
-        old.copy_(new)
+    new = features.accumulate_factored(r, c, row_mean, col_mean, rates, eps)
+    r.copy_(new[0])
+    c.copy_(new[1])
+    V_mean = V
+    if config.eps == "relative":  # the mean of V after its update
+        q_mean = row_mean.flatten(1).mean(-1)
+        V_mean = torch.lerp(V.flatten(1).mean(-1), q_mean, rates.V[:, 0])
+    s = features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, config.net == "velo")
+    parts = list(zip(*map(split, (p, g, M, V)), s.split(split), strict=True))
+    dense = partial(features.dense_features, kind=config.kind)
 
-    # 2. Mean squares of the dense features, for the RMS normalisers.
-    V_mean = trailing(V.flatten(1).mean(-1), V.ndim) if config.eps == "relative" else V
-    s = features.scales(V_mean, r, c, dims, eps, config.net == "velo").split(split)
-    parts = list(zip(*map(split, (p, g, M, V)), s, strict=True))
-
-    def dense(p_b: Tensor, g_b: Tensor, *rest) -> list[Tensor]:
-        return features.dense_features(p_b.float(), g_b.float(), *rest, config.kind)
-
-    ms = sum(features.sum_squares(dense(*part)) for part in parts) / n
+    # 2. The other accumulators, and mean squares of the dense features for the RMS normalisers.
+    ms = 0.0
+    for p_b, g_b, M_b, V_b, s_b in parts:
+        g_b = g_b.float()
+        features.accumulate(M_b, V_b, g_b, g_b.square(), rates, out=(M_b, V_b))
+        ms = ms + features.sum_squares(dense(p_b.float(), g_b, M_b, V_b, s_b)) / n
 
     # 3. The network and the update.
     net = fold(config, phi, ms, r, c, t, scale, eps)
-    for part, row, col in zip(parts, split(net.row), split(net.col), strict=True):
-        p_b = part[0]
-        new_p = net(p_b.float(), dense(*part), row, col)
-        p_b.copy_(
-            new_p
-            if isinstance(decay, float)
-            else new_p.addcmul_(trailing(-decay, p.ndim), p_b.float())
-        )
+    for (p_b, g_b, *rest), row, col in zip(parts, split(net.row), split(net.col), strict=True):
+        new_p = p_b.float()  # p_b itself, unless it has another dtype
+        d, e_m = net.apply(dense(new_p, g_b.float(), *rest), row, col)
+        if isinstance(decay, Tensor):
+            new_p.mul_(1 - trailing(decay, p.ndim))
+        new_p.addcmul_(d, e_m, value=-1)
+        if new_p is not p_b:
+            p_b.copy_(new_p)
+        del d, e_m
     return bad

@@ -268,7 +268,7 @@ class MuLO(torch.optim.Optimizer):
             warnings.warn(
                 f"{self.nonfinite} gradient entries were NaN or infinite and were taken as 0: look "
                 "for an overflow in the loss, or skip such steps (MuLO.nonfinite keeps the count).",
-                stacklevel=4,
+                stacklevel=5,  # the line that called step(), past torch's wrappers
             )
 
     def load_state_dict(self, state_dict: dict) -> None:

@@ -249,3 +249,65 @@ def param_groups(
         if w.param.requires_grad:
             groups.setdefault(tuple(key.values()), {"params": [], **key})["params"].append(w.param)
     return list(groups.values())
+
+
+class CoordinateCheck(NamedTuple):
+    """How far each layer's output moved from where it began, against width (log-log slopes)."""
+
+    widths: list[int]
+    drift: dict[str, Tensor]  # layer -> (steps, widths): mean |output_t - output_0| on the probe
+    slopes: dict[
+        str, Tensor
+    ]  # layer -> (steps,): 0 under μP; positive means it blows up with width
+
+
+def coordinate_check(
+    setup: Callable[[int], tuple[nn.Module, Callable[[], object]]],
+    probe: Tensor,
+    widths: list[int],
+    steps: int = 5,
+) -> CoordinateCheck:
+    """The ritual of μP: train nets of several widths, and see whether activations move alike.
+
+    setup(width) gives a model and a function that trains it by one step. After each step `probe` is
+    passed through the model, and the output of every layer (with weights that multiply; its
+    pre-activations, and the logits) is compared with what it was before training.
+    """
+    drift: dict[str, list[list[float]]] = {}
+    for width in widths:
+        model, train = setup(width)
+        first = _layer_outputs(model, probe)
+        for name in first:
+            drift.setdefault(name, []).append([])
+        for _ in range(steps):
+            train()
+            for name, x in _layer_outputs(model, probe).items():
+                drift[name][-1].append((x - first[name]).abs().mean().item())
+    table = {name: torch.tensor(rows, dtype=torch.float64).T for name, rows in drift.items()}
+    log_width = torch.tensor(widths, dtype=torch.float64).log()
+    log_width -= log_width.mean()
+    slopes = {
+        name: (x.clamp_min(1e-300).log() * log_width).sum(1) / log_width.square().sum()
+        for name, x in table.items()
+    }
+    return CoordinateCheck(list(widths), table, slopes)
+
+
+@torch.no_grad()
+def _layer_outputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
+    outputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
+
+        return hook
+
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, LAYERS)]
+    handles = [m.register_forward_hook(keep(name)) for name, m in named]
+    try:
+        model(probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs

@@ -34,7 +34,7 @@ class Golden:
 
 
 def to_torch_layout(x: np.ndarray, axes_from: int = 0) -> np.ndarray:
-    """JAX's (..., in, out) to torch's (out, in, ...): reversed, but kernel axes keep their order."""
+    """JAX's (..., in, out) to torch's (out, in, ...): reversed; kernel axes keep their order."""
     n = x.ndim - axes_from
     order = list(range(axes_from))
     order += [axes_from + k for k in ([n - 1, n - 2, *range(n - 2)] if n >= 2 else range(n))]

@@ -1,0 +1,141 @@
+"""Speed and memory, side by side in one run: this machine's noise falls on all alike.
+
+    python bench.py step                # the optimizer step: literal and folded form, and AdamW
+    python bench.py step --repeats 50   # steadier figures
+
+Contestants take turns; each one's figure is the minimum over the repeats of the CPU time of a step,
+divided by the number of parameters. One thread. Freed memory is kept by the allocator (this program
+starts itself anew with glibc's MALLOC_ variables set), because page faults would otherwise count
+against whatever allocates most. Extra memory is the peak of tensor memory during a step above what
+was there before, as torch's profiler reports every allocation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import features
+import lo
+import mulo
+
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
+QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler's own chatter
+
+
+def keep_freed_memory() -> None:
+    """Start anew with an allocator that keeps what is freed (glibc reads this at the start)."""
+    if any(os.environ.get(k) != v for k, v in KEEP_MEMORY.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY | QUIET)
+
+
+def race(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """The minimum CPU seconds of each contestant, taking turns."""
+    best = dict.fromkeys(contestants, math.inf)
+    for round_ in range(repeats + 2):  # two rounds to warm up
+        for name, run in contestants.items():
+            start = time.process_time()
+            run()
+            took = time.process_time() - start
+            if round_ >= 2:
+                best[name] = min(best[name], took)
+    return best
+
+
+def extra_bytes(run: Callable[[], None]) -> int:
+    """Peak of tensor memory during run() above what was allocated before it."""
+    run()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    memory = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(memory, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def parameters_of(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    params = [nn.Parameter(0.02 * torch.randn(shape)) for shape in shapes]
+    for p in params:
+        p.grad = 0.001 * torch.randn_like(p)
+    return params
+
+
+def literal(params: list[nn.Parameter], net: mulo.LO) -> Callable[[], None]:
+    """A step of every parameter in the literal form, one at a time."""
+    phi, t = lo.stacked(net), torch.zeros(1)
+    state: dict[nn.Parameter, features.Accumulators] = {}
+
+    @torch.no_grad()
+    def run() -> None:
+        for p in params:
+            dims = features.factored_dims(p.shape)
+            acc = state.get(p) or features.init_accumulators(p[None], dims)
+            one = torch.ones(1)
+            state[p], new = lo.literal_step(
+                net.config, phi, acc, p[None], p.grad[None], t, one, dims
+            )
+            p.copy_(new[0])
+
+    return run
+
+
+def contestants_for(shapes: list[tuple[int, ...]], hidden: int, with_literal: bool) -> dict:
+    net = mulo.SmallFC(mulo.LOConfig(hidden_size=hidden), torch.Generator().manual_seed(0))
+    adamw = {"lr": 1e-6, "weight_decay": 0.01}
+    found = {f"μLO folded, H={hidden}": mulo.MuLO(parameters_of(shapes), net).step}
+    if with_literal:
+        found[f"μLO literal, H={hidden}"] = literal(parameters_of(shapes), net)
+    for kind in ("foreach", "fused"):
+        found[f"AdamW {kind}"] = torch.optim.AdamW(
+            parameters_of(shapes), **adamw, **{kind: True}
+        ).step
+    return found
+
+
+def bench_step(repeats: int) -> None:
+    mlp = [(1024, 3072), (1024,), (1024, 1024), (1024,), (1000, 1024), (1000,)]
+    cases = {
+        "one tensor of 1024x1024": ([(1024, 1024)], (4, 32), True),
+        "200 tensors of 16x16": ([(16, 16)] * 200, (4,), False),
+        "an MLP of 3072-1024-1024-1000": (mlp, (32,), False),
+    }
+    for title, (shapes, hidden_sizes, with_literal) in cases.items():
+        n = sum(math.prod(shape) for shape in shapes)
+        for hidden in hidden_sizes:
+            print(f"\n{title}: {n:,} parameters, {len(shapes)} tensor(s)")
+            runs = contestants_for(shapes, hidden, with_literal)
+            best = race(runs, repeats)
+            adamw, folded = best["AdamW foreach"], best[f"μLO folded, H={hidden}"]
+            heads = ("ns/param", "µs/tensor", "x AdamW", "x folded", "bytes/param")
+            print(f"{'':20}" + "".join(f"{head:>13}" for head in heads))
+            for name, took in best.items():
+                row = (took / n * 1e9, took / len(shapes) * 1e6, took / adamw, took / folded)
+                row += (extra_bytes(runs[name]) / n,)
+                print(f"{name:20}" + "".join(f"{x:13.2f}" for x in row))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed and memory, side by side in one run.")
+    parser.add_argument("what", choices=["step"], help="what to measure")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")
+    args = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(f"torch {torch.__version__}, one thread, minimum of {args.repeats} rounds of CPU time")
+    bench_step(args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Accumulators and features against the reference's golden vectors, closed forms and the oracle."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from golden_files import GOLDEN, SMALL_FC, VELO, Golden, run
+
+import features
+import mulo
+from features import Eps
+from lo import LOConfig, rates_of, stacked
+
+REFERENCE = Eps("reference", 1e-5)
+
+
+def all_features(acc, p, g, dims, eps, kind):
+    """The network's input without time, (*shape, 28 or 30), in the reference's order."""
+    V_mean = acc.V.flatten(1).mean(-1).reshape(-1, *[1] * (acc.V.ndim - 1))
+    s = features.scales(V_mean, acc.r, acc.c, dims, eps, kind != "small_fc")
+    parts = features.dense_features(p, g, acc.M, acc.V, s, kind)
+    parts += features.row_col_features(acc.r, acc.c, eps)
+    x = torch.cat([f.expand(-1, -1, *p.shape[1:]) for f in parts], 1)
+    order = torch.tensor([k for index in features.feature_index(kind) for k in index]).argsort()
+    x = x[:, order]
+    normalised = x * features.trailing(features.inverse_rms(features.mean_square(x), eps), x.ndim)
+    return x[0].movedim(0, -1), normalised[0].movedim(0, -1)
+
+
+def accumulate(acc, g, dims, rates, eps=REFERENCE):
+    q = g.square()
+    M, V = features.accumulate(acc.M, acc.V, g, q, rates)
+    means = features.factored_means(q, dims, g.shape)
+    return features.Accumulators(
+        M, V, *features.accumulate_factored(acc.r, acc.c, *means, rates, eps)
+    )
+
+
+@pytest.mark.parametrize("name", SMALL_FC + VELO)
+def test_golden_features(name):
+    """Raw and normalised features of every tensor at every stored step."""
+    golden = Golden(name)
+    lo = golden.lo()
+    kind, raw, net_in = (
+        ("velo", "raw30", "in30") if lo.config.net == "velo" else ("small_fc", "raw28", "in39")
+    )
+    weights = stacked(lo) if kind == "small_fc" else {"w0": torch.zeros(1, 1, 1)}
+    rates = rates_of(lo.config, weights)
+    checked = 0
+    for n in golden.names:
+        p = torch.tensor(golden[f"param_init/{n}"]).reshape(
+            1, *(golden[f"param_init/{n}"].shape or (1,))
+        )
+        dims = features.factored_dims(p.shape[1:], out_axis=-1)
+        acc = features.init_accumulators(p, dims)
+        for s in range(golden.steps):
+            clip = 1000.0 if kind == "velo" else features.G_MAX
+            g = features.clean(torch.tensor(golden[f"grad/{n}"][s]), clip).reshape(p.shape)
+            acc = accumulate(acc, g, dims, rates)
+            if s in golden["cfg/feat_steps"]:
+                k = list(golden["cfg/feat_steps"]).index(s)
+                ours, normalised = all_features(acc, p, g, dims, REFERENCE, kind)
+                shape = (*p.shape[1:], ours.shape[-1])
+                expected = golden[f"feat/{n}/{raw}"][k].reshape(shape)
+                np.testing.assert_allclose(
+                    ours, expected, rtol=3e-4, atol=1e-8 * abs(expected).max()
+                )
+                expected = golden[f"feat/{n}/{net_in}"][k][..., : ours.shape[-1]].reshape(shape)
+                np.testing.assert_allclose(normalised, expected, rtol=3e-4, atol=1e-5)
+                checked += 1
+            p = torch.tensor(golden[f"out/{n}/param"][s]).reshape(p.shape)
+    assert checked == len(golden.names) * len(golden["cfg/feat_steps"])
+
+
+@pytest.mark.parametrize("name", SMALL_FC + VELO)
+def test_golden_accumulators_through_the_optimizer(name):
+    golden = Golden(name)
+    for s, params, opt in run(golden, "jax"):
+        for n, p in params.items():
+            state = opt.state[p]
+            pairs = {"M": "mom", "V": "rms", "r": "fac_row", "c": "fac_col"}
+            if p.ndim < 2:
+                pairs |= {"r": "fac_diag", "c": "fac_diag"}
+            for ours, theirs in pairs.items():
+                expected = golden[f"out/{n}/{theirs}"][s]  # decays last
+                got = (
+                    state[ours].numpy() if ours == "V" else np.moveaxis(state[ours].numpy(), 0, -1)
+                )
+                scale = abs(expected).max()
+                np.testing.assert_allclose(
+                    got.reshape(expected.shape), expected, rtol=3e-4, atol=1e-8 * scale + 1e-35
+                )
+
+
+@pytest.mark.parametrize("name", VELO)
+def test_golden_lstm_inputs(name, monkeypatch):
+    """VeLO's 30 per-tensor features, each group to its own tolerance, and the loss buffer."""
+    golden, seen = Golden(name), []
+    original = mulo.lo_module.lstm_step
+    monkeypatch.setattr(
+        mulo.lo_module,
+        "lstm_step",
+        lambda phi, x, h, c: (seen.append(x), original(phi, x, h, c))[1],
+    )
+    for s, _, opt in run(golden, "jax"):
+        np.testing.assert_allclose(seen[s], golden["lstm_in"][s], atol=1e-3)
+        exact = np.r_[:9, 18:30]  # all but the loss features, whose 1 - decay^n cancels in float32
+        np.testing.assert_allclose(seen[s][:, exact], golden["lstm_in"][s][:, exact], atol=2e-5)
+        memory = opt.state["loss"]
+        np.testing.assert_allclose(memory["means"], golden["loss_buffer/means"][s], rtol=1e-5)
+        np.testing.assert_allclose(memory["low"], golden["loss_buffer/running_min"][s], rtol=1e-5)
+
+
+def test_golden_time_features():
+    z = np.load(GOLDEN / "time_embeddings.npz")
+    ours = features.time_features(torch.tensor(z["t"]), None, "reference")
+    np.testing.assert_allclose(ours, z["tanh_embedding"], atol=1e-6)
+    ours = features.fraction_features(torch.tensor(z["fraction"]), 1, "reference")
+    np.testing.assert_allclose(ours, z["fractional_tanh_embed"], atol=2e-6)
+
+
+def test_paper_spec_of_time():
+    t = torch.tensor([0.0, 7.0, 5000.0])
+    x = torch.tensor(features.TIMESCALES)
+    torch.testing.assert_close(features.time_features(t, None, "paper"), torch.tanh(t[:, None] / x))
+    f = torch.tensor(features.FRACTIONS)
+    expected = torch.tanh(t[:, None] / 100 - 10 * f)
+    torch.testing.assert_close(features.fraction_features(t, 100, "paper"), expected)
+
+
+def test_t_max_holds_time():
+    late = features.time_features(torch.tensor(1e6), 500, "reference")
+    torch.testing.assert_close(late, features.time_features(torch.tensor(500.0), None, "reference"))
+    assert not torch.equal(late, features.time_features(torch.tensor(1e6), None, "reference"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "jax", "torch_"),
+    [
+        ((), None, None),
+        ((7,), None, None),
+        ((5, 9), (0, 1), (0, 1)),
+        ((9, 4), (1, 0), (1, 0)),
+        ((6, 6), (0, 1), (1, 0)),  # a tie: d0 is the out axis, last in JAX and first in torch
+        ((4, 4, 2), (0, 1), (1, 0)),
+        ((1, 7), (0, 1), (0, 1)),
+        ((1, 1), (0, 1), (1, 0)),
+        ((3, 3, 5, 5), (2, 3), (2, 3)),  # in torch a 3x3 layer with a 5x5 kernel
+        ((8, 8, 3, 3), (0, 1), (1, 0)),
+        ((2, 2, 2, 2, 2), (3, 4), (1, 0)),
+        ((3, 7, 7, 7), (2, 3), (3, 1)),  # HWIO of the torch layout is (7, 7, 7, 3): d1=kw, d0=in
+    ],
+)
+def test_factored_dims(shape, jax, torch_):
+    for out_axis, expected in ((-1, jax), (0, torch_)):
+        dims = features.factored_dims(shape, out_axis)
+        assert dims == (expected and tuple(k - len(shape) for k in expected))
+    if len(shape) == 2:  # (in, out) of an embedding is JAX's order
+        assert features.factored_dims(shape, 1) == features.factored_dims(shape, -1)
+
+
+SHAPES = [
+    (), (1,), (7,), (5, 9), (9, 4), (6, 6), (1, 7), (7, 1), (1, 1), (4, 2, 6), (4, 4, 2),
+    (3, 3, 4, 8), (1, 1, 5, 5), (2, 3, 1, 4, 5), (2, 2, 2, 2, 2),
+]  # fmt: skip
+VARIANTS = {
+    "reference": {},
+    "eps_rms 0": {"eps_rms": 0.0},
+    "relative": {"eps": "relative"},
+    "paper": {"spec": "paper"},
+    "t_max": {"t_max": 2.0},
+    "one layer": {"hidden_layers": 1},
+    "three layers of 8": {"hidden_layers": 3, "hidden_size": 8},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_small_fc_against_the_oracle(shape, variant):
+    """Updates of the Optimizer, scaled to O(1), against float64 numpy: all ranks, all options."""
+    config = LOConfig(**({"hidden_size": 4, "lam1": 1.0, "lam2": 0.5} | VARIANTS[variant]))
+    gen = torch.Generator().manual_seed(3)
+    lo = mulo.SmallFC(config, gen)
+    for name, w in lo.named_parameters():
+        if name[0] == "b" or "decays" in name:
+            w.normal_(0, 0.05, generator=gen)
+    meta = {k: v.numpy() for k, v in lo.named_parameters()}
+    p = torch.nn.Parameter(0.3 * torch.randn(shape, generator=gen))
+    ref = oracle.Tensor(p.detach().numpy(), meta, eps=config.eps, eps_rms=config.eps_rms)
+    opt = mulo.MuLO([{"params": [p], "out_axis": -1}], lo)
+    for t in range(5):
+        g = 0.02 * torch.randn(shape, generator=gen)
+        p.grad = g.clone()
+        before = p.detach().clone()
+        opt.step()
+        ref.p = before.double().numpy()
+        update = oracle.small_fc_step(
+            ref, meta, g.numpy(), t, 1.0, 0.5, spec=config.spec, t_max=config.t_max
+        )
+        got = (before - p.detach()).numpy()
+        np.testing.assert_allclose(got, update, atol=1e-5 * max(1.0, abs(update).max()))
+
+
+@pytest.mark.parametrize("eps", ["reference", "relative"])
+def test_eps_rms_zero_gives_rms_one(eps):
+    """Every feature that is not zero has RMS 1 exactly; at 1e-5 those of small gradients do not."""
+    torch.manual_seed(0)
+    p, g = torch.randn(1, 8, 12), 1e-3 * torch.randn(1, 8, 12)
+    dims = features.factored_dims((8, 12))
+    zero = Eps(eps, 0.0)
+    rates = rates_of(LOConfig(), {"w0": torch.zeros(1, 1, 1)})
+    acc = accumulate(features.init_accumulators(p, dims), g, dims, rates, zero)
+    _, x = all_features(acc, p, g, dims, zero, "small_fc")
+    torch.testing.assert_close(x.square().mean((0, 1)), torch.ones(28), rtol=1e-5, atol=0)
+    _, x = all_features(acc, p, g, dims, REFERENCE, "small_fc")
+    assert x[..., 0].square().mean() < 0.1  # g: 1e-6 / (1e-6 + 1e-5)
+
+    acc = accumulate(features.init_accumulators(p, dims), 0 * g, dims, rates, zero)
+    _, x = all_features(acc, p, 0 * g, dims, zero, "small_fc")
+    assert x.isfinite().all()
+    assert (x[..., 0] == 0).all()
+
+
+def test_relative_epsilons_do_not_see_the_loss_scale():
+    def updates(scale, eps):
+        torch.manual_seed(1)
+        lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=1.0, eps=eps))
+        params = [torch.nn.Parameter(torch.randn(s)) for s in [(9, 6), (6,), (4, 3, 3, 3)]]
+        opt = mulo.MuLO(params, lo)
+        for _ in range(4):
+            for p in params:
+                p.grad = scale * 0.01 * torch.randn(p.shape)
+            opt.step()
+        return torch.cat([p.detach().flatten() for p in params])
+
+    base = updates(1.0, "relative")
+    for scale in (1e-3, 1e3):
+        torch.testing.assert_close(updates(scale, "relative"), base, rtol=1e-3, atol=1e-4)
+        assert (updates(scale, "reference") - updates(1.0, "reference")).abs().max() > 0.05
+
+
+def test_loss_features_survive_a_loss_that_is_not_finite():
+    buffer = features.init_loss_buffer()
+    for loss in (float("nan"), 2.0, float("inf"), 1.5, float("nan"), 1.0):
+        buffer, x = features.loss_features(buffer, torch.tensor(loss), 100, False)
+        assert all(v.isfinite().all() for v in (*buffer, x))
+
+
+def test_clean():
+    g = torch.tensor([float("nan"), float("inf"), -float("inf"), 2e3, -5.0, 1e30])
+    assert features.clean(g, 1000.0).tolist() == [0, 0, 0, 1000, -5, 1000]
+    assert features.clean(g).square().sum().isfinite()
+    assert not features.is_clean(g)
+    assert features.is_clean(g[3:5])
+    assert not features.is_clean(g[3:5], 1000.0)
