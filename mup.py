@@ -54,6 +54,7 @@ LAYERS = (
     nn.Bilinear,
 )
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class Weight(NamedTuple):
@@ -85,7 +86,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
             name = ".".join(x for x in (*prefix.split("."), leaf) if x not in ("", "_orig_mod"))
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 name = name.removeprefix("module.")
-            if p.ndim < 2:
+            if p.ndim < 2 or isinstance(module, NORMS):
                 kind = "vector"
             elif isinstance(module, TABLES):
                 kind = "table"

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import struct
+import subprocess
 import sys
 import tarfile
 import threading
@@ -475,10 +476,10 @@ def test_tokens_are_shifted_windows():
 
 
 def test_mask_is_false_where_the_target_is_padding():
-    rows = torch.tensor([[5, 6, 7, -1, -1], [1, -1, -1, -1, -1], [1, 2, 3, 4, 5]])
+    rows = torch.tensor([[5, 0, 7, -1, -1], [1, -1, -1, -1, -1], [1, 2, 3, 4, 5]])
     tokens, targets, mask = data.Tokens(rows, 8, 4).batch(seed(), 100)
     expected = {
-        5: ([5, 6, 7, 0], [6, 7, 0, 0], [True, True, False, False]),
+        5: ([5, 0, 7, 0], [0, 7, 0, 0], [True, True, False, False]),  # its 0 is a token
         1: ([1, 0, 0, 0], [0, 0, 0, 0], [False] * 4),
         2: ([1, 2, 3, 4], [2, 3, 4, 5], [True] * 4),
     }
@@ -876,6 +877,14 @@ def test_download_tells_what_is_wrong(server, tmp_path):
             data.download(name, tmp_path)
     with refused("'cifar' is not for download: there are cifar10, cifar10-python, fashion"):
         data.download("cifar", tmp_path)
+
+
+def test_command_line(tmp_path):
+    command = [sys.executable, data.__file__, "imagenet32", "--data-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("https://image-net.org/download-images there.")
+    assert "Traceback" not in done.stderr
 
 
 def test_unpacking_stays_in_its_folder(server, tmp_path, monkeypatch):

@@ -1,0 +1,75 @@
+"""Small models as a user would write them: plain torch, nothing of muP in them."""
+
+import torch
+from torch import nn
+
+
+class MLP(nn.Sequential):
+    def __init__(self, width: int):
+        super().__init__(
+            nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 5),
+        )  # fmt: skip
+
+
+class ConvNet(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3, padding=1)
+        self.norm = nn.GroupNorm(4, width)
+        self.body = nn.Conv2d(width, width, 3, padding=1)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x):  # (b, 1, 6, 6)
+        x = self.norm(self.stem(x)).relu()
+        return self.head(self.body(x).relu().mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention, with the 1/d_head of muP: queries and keys are aligned."""
+
+    def __init__(self, width: int, heads: int = 4):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        y = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=1 / q.shape[-1]
+        )
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, vocab: int = 11, length: int = 8):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(1, length, width))
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, x):  # (b, length)
+        x = self.tokens(x) + self.positions
+        x = x + self.attention(self.norm1(x))
+        x = x + self.down(self.up(self.norm2(x)).relu())
+        return self.head(self.norm3(x))
+
+
+def task(model_class: type[nn.Module], batch: int = 64, seed: int = 0):
+    """Inputs and labels that fit the model: (x, y)."""
+    gen = torch.Generator().manual_seed(seed)
+    if model_class is Transformer:
+        x = torch.randint(11, (batch, 8), generator=gen)
+        return x, (x + x.roll(1, 1)) % 11
+    shape = (batch, 12) if model_class is MLP else (batch, 1, 6, 6)
+    return torch.randn(shape, generator=gen), torch.randint(5, (batch,), generator=gen)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())

@@ -1,0 +1,172 @@
+"""Files: round trips, importers, and everything that can be wrong with a file."""
+
+import os
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+from golden_files import Golden
+
+import checkpoints
+import mulo
+from lo import LOConfig
+
+
+@pytest.fixture
+def small_fc():
+    return mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.01, t_max=500.0))
+
+
+def test_round_trip(small_fc, tmp_path):
+    velo = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=8, param_inits=3))
+    for lo in (small_fc, velo):
+        mulo.save(lo, tmp_path / "lo.pt", seed=3, command="python metatrain.py")
+        again = mulo.load(tmp_path / "lo.pt")
+        assert type(again) is type(lo)
+        assert again.config == lo.config
+        for (name, a), (_, b) in zip(lo.named_parameters(), again.named_parameters(), strict=True):
+            assert torch.equal(a, b), name
+        assert os.listdir(tmp_path) == ["lo.pt"]
+    content = torch.load(tmp_path / "lo.pt", weights_only=True)
+    assert content["version"] == 1
+    assert content["about"] == {"seed": 3, "command": "python metatrain.py"}
+    mulo.save(small_fc, tmp_path / "small.pt")
+    assert (tmp_path / "small.pt").stat().st_size < 10_000
+
+
+def test_a_failed_write_leaves_the_old_file(small_fc, tmp_path, monkeypatch):
+    mulo.save(small_fc, tmp_path / "lo.pt")
+    before = (tmp_path / "lo.pt").read_bytes()
+
+    def full(content, file):
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        mulo.save(small_fc, tmp_path / "lo.pt")
+    assert (tmp_path / "lo.pt").read_bytes() == before
+    assert os.listdir(tmp_path) == ["lo.pt"]
+
+
+def test_shipped_names(small_fc, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SHIPPED", tmp_path)
+    mulo.save(small_fc, tmp_path / "mine.pt")
+    assert mulo.load("mine").config == small_fc.config
+    with pytest.raises(FileNotFoundError, match=r"no learned optimizer 'yours'.*\(mine\)"):
+        mulo.load("yours")
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.system, ("touch evil",))
+
+
+def test_bad_files(small_fc, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mulo.save(small_fc, "lo.pt")
+    good = torch.load("lo.pt", weights_only=True)
+
+    def refused(name, message):
+        with pytest.raises(ValueError, match=message) as error:
+            mulo.load(name)
+        assert "\n" not in str(error.value)
+
+    torch.save(good | {"version": 99}, "new.pt")
+    refused("new.pt", "format version 99, this code reads 1: use the release that wrote it")
+    torch.save({"w0": torch.zeros(3)}, "foreign.pt")
+    refused("foreign.pt", r"not written by mulo\.save")
+    torch.save([1, 2], "list.pt")
+    refused("list.pt", r"not written by mulo\.save")
+    whole = open("lo.pt", "rb").read()
+    for size in (0, 10, len(whole) // 2, len(whole) - 30):
+        open("short.pt", "wb").write(whole[:size])
+        refused("short.pt", "truncated or not a checkpoint: get it again|may run code")
+    open("text.pt", "w").write("hello")
+    refused("text.pt", "truncated or not a checkpoint|may run code")
+    torch.save(good | {"about": Evil()}, "evil.pt")
+    refused("evil.pt", "it may run code")
+    open("pickle.pt", "wb").write(pickle.dumps(Evil()))
+    refused("pickle.pt", "it may run code")
+    assert not os.path.exists("evil")
+    weights = dict(good["weights"])
+    torch.save(good | {"weights": weights | {"w0": torch.zeros(39, 5)}}, "shape.pt")
+    refused("shape.pt", r"w0 \(39, 5\) instead of \(39, 4\)")
+    del weights["b1"]
+    torch.save(good | {"weights": weights}, "less.pt")
+    refused("less.pt", "b1 missing instead of")
+    torch.save(good | {"config": good["config"] | {"colour": 1}}, "config.pt")
+    refused("config.pt", "damaged or of another release.*colour")
+    with pytest.raises(FileNotFoundError, match="give a file's path or a shipped name"):
+        mulo.load("nowhere.pt")
+
+
+def test_from_reference():
+    golden = Golden("small_fc_h32_sp")
+    arrays = {k.removeprefix("meta/"): v for k, v in golden.z.items() if k.startswith("meta/")}
+    lo = mulo.from_reference(arrays, lam1=0.5)
+    assert isinstance(lo, mulo.SmallFC)
+    assert lo.config == LOConfig(hidden_size=32, lam1=0.5)
+    assert mulo.from_reference(arrays, hidden_size=32, eps_rms=0.0).config.eps_rms == 0
+    with pytest.raises(ValueError, match="hidden_size=4, but the weights have 32: leave it out"):
+        mulo.from_reference(arrays, hidden_size=4)
+    with pytest.raises(TypeError, match=r"unknown config fields \['lambda1'\]: LOConfig lists"):
+        mulo.from_reference(arrays, lambda1=0.1)
+    with pytest.raises(ValueError, match="no 'w0' or 'ff/w0' among"):
+        mulo.from_reference({f"meta/{k}": v for k, v in arrays.items()})
+    with pytest.raises(ValueError, match="rms_decays missing"):
+        mulo.from_reference({k: v for k, v in arrays.items() if k != "rms_decays"})
+
+
+def test_velo_of_the_released_sizes():
+    """VeLO-4000 has an LSTM of 512 and a bank of 256: arrays of these sizes load."""
+    H, K, h = 512, 256, 4
+    arrays = {"lstm_init_hidden": torch.zeros(1, H), "lstm_init_cell": torch.zeros(1, H)}
+    for name, n, m in (
+        ("linear", 30, H), ("linear_1", 30, H), ("linear_2", 30, H), ("rnn.linear", 2 * H, 4 * H),
+        ("rnn_to_controls", H, K), ("step_size", H, 1),
+    ):  # fmt: skip
+        arrays |= {f"rnn/{name}/w": torch.zeros(n, m), f"rnn/{name}/b": torch.zeros(m)}
+    for k, (n, m) in enumerate(((30, h), (h, h), (h, 3))):
+        arrays |= {f"ff/w{k}": torch.zeros(K, n, m), f"ff/b{k}": torch.zeros(K, m)}
+    lo = mulo.from_reference(arrays, param_scale_mult=True, use_bugged_loss_features=True)
+    assert isinstance(lo, mulo.VeLO)
+    assert (lo.config.lstm_hidden, lo.config.param_inits, lo.config.hidden_size) == (H, K, h)
+    p = torch.nn.Parameter(torch.ones(3, 4))
+    p.grad = torch.ones(3, 4)
+    mulo.MuLO([p], lo, num_steps=10).step(loss=1.0)
+    del arrays["rnn/step_size/w"]
+    with pytest.raises(ValueError, match="array 'rnn/step_size/w' of VeLO is missing"):
+        mulo.from_reference(arrays)
+
+
+def test_from_pylo(tmp_path):
+    """PyLO's MetaMLP stores torch Linear layers; its decays are given beside the file."""
+    golden = Golden("small_fc_h32_sp")
+    meta = {k.removeprefix("meta/"): torch.tensor(v) for k, v in golden.z.items() if "meta/" in k}
+    state = {}
+    for k, name in enumerate(("input", "linear_0", "output")):
+        state[f"network.{name}.weight"] = meta[f"w{k}"].mT.contiguous()
+        state[f"network.{name}.bias"] = meta[f"b{k}"]
+    safetensors.torch.save_file(state, tmp_path / "lo.safetensors")
+    torch.save(state, tmp_path / "lo.pt")
+    decays = {k: v.tolist() for k, v in meta.items() if "decays" in k}
+    expected = golden.lo()
+    for file in ("lo.safetensors", "lo.pt"):
+        lo = mulo.from_pylo(tmp_path / file, **decays, lam1=expected.config.lam1)
+        for (name, a), (_, b) in zip(
+            lo.named_parameters(), expected.named_parameters(), strict=True
+        ):
+            torch.testing.assert_close(a, b, msg=name)
+        assert lo.config == LOConfig(hidden_size=32, lam1=expected.config.lam1)
+    assert not mulo.from_pylo(tmp_path / "lo.pt").momentum_decays.any()
+    data = (tmp_path / "lo.safetensors").read_bytes()
+    (tmp_path / "short.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="truncated or not a safetensors file: get it again"):
+        mulo.from_pylo(tmp_path / "short.safetensors")
+    torch.save({"layer.weight": torch.zeros(2)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"no 'network\.input\.weight'.*not the state_dict"):
+        mulo.from_pylo(tmp_path / "other.pt")
+    with pytest.raises(FileNotFoundError, match="give the path of a"):
+        mulo.from_pylo(tmp_path / "none.safetensors")

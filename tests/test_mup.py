@@ -1,0 +1,296 @@
+"""Roles, the rules that follow from them, and the coordinate check that shows they are right."""
+
+import copy
+
+import pytest
+import torch
+from models import MLP, ConvNet, Transformer, loss_of, task
+from torch import nn
+
+import mulo
+import mup
+
+FAMILIES = [MLP, ConvNet, Transformer]
+
+
+def roles_of(module_of_width, width=16, **kwargs):
+    return mulo.infer_roles(module_of_width, width, **kwargs)
+
+
+def test_roles_of_three_models():
+    assert roles_of(MLP) == {
+        "0.weight": "input", "0.bias": "input", "2.weight": "hidden", "2.bias": "input",
+        "4.weight": "hidden", "4.bias": "input", "6.weight": "output", "6.bias": "input",
+    }  # fmt: skip
+    assert {k: v for k, v in roles_of(ConvNet).items() if v != "input"} == {
+        "body.weight": "hidden",
+        "head.weight": "output",
+    }
+    assert {k: v for k, v in roles_of(Transformer).items() if v != "input"} == {
+        "attention.qkv.weight": "hidden",
+        "attention.proj.weight": "hidden",
+        "up.weight": "hidden",
+        "down.weight": "hidden",
+        "head.weight": "output",
+    }
+
+
+class Holder(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda w: nn.Conv1d(w, w, 3), {"weight": "hidden", "bias": "input"}),
+        (lambda w: nn.Conv3d(3, w, 3), {"weight": "input", "bias": "input"}),
+        (lambda w: nn.Conv2d(w, 7, 1), {"weight": "output", "bias": "input"}),
+        (lambda w: nn.ConvTranspose2d(w, 3, 2, bias=False), {"weight": "output"}),
+        (lambda w: nn.ConvTranspose2d(3, w, 2, bias=False), {"weight": "input"}),
+        (lambda w: nn.Conv2d(w, w, 3, groups=w, bias=False), {"weight": "input"}),
+        (lambda w: nn.Embedding(100, w), {"weight": "input"}),
+        (lambda w: nn.BatchNorm2d(w), {"weight": "input", "bias": "input"}),
+        (lambda w: nn.LayerNorm((4, w)), {"weight": "input", "bias": "input"}),
+        (lambda w: nn.PReLU(w), {"weight": "input"}),
+        (
+            lambda w: nn.MultiheadAttention(w, 4, add_bias_kv=True, bias=False),
+            {
+                "in_proj_weight": "hidden",
+                "out_proj.weight": "hidden",
+                "bias_k": "input",
+                "bias_v": "input",
+            },
+        ),
+        (
+            lambda w: nn.LSTM(9, w, bias=False),
+            {"weight_ih_l0": "input", "weight_hh_l0": "hidden"},
+        ),
+        (lambda w: Holder(w=nn.Parameter(torch.zeros(w, 3 * w))), {"w": "hidden"}),
+        (lambda w: Holder(pos=nn.Parameter(torch.zeros(1, 9, w))), {"pos": "input"}),
+        (lambda w: Holder(cls=nn.Parameter(torch.zeros(1, w))), {"cls": "input"}),
+        (lambda w: Holder(scale=nn.Parameter(torch.zeros(()), True), l=nn.Linear(4, w)),
+         {"scale": "input", "l.weight": "input", "l.bias": "input"}),
+        (lambda w: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, w, bias=False)),
+         {"0.weight": "input", "0.bias": "input", "1.weight": "input"}),
+    ],
+)  # fmt: skip
+def test_roles_of_layers(build, expected):
+    assert roles_of(build) == expected
+
+
+def test_a_bare_table_is_input_but_said():
+    with pytest.warns(UserWarning, match=r"'pos' \(9, 16\).*table \(input\).*mulo\.Readout"):
+        roles = roles_of(lambda w: Holder(pos=nn.Parameter(torch.zeros(9, w))))
+    assert roles == {"pos": "input"}
+
+
+def tied(w):
+    model = Holder(tokens=nn.Embedding(50, w), head=nn.Linear(w, 50, bias=False))
+    model.head.weight = model.tokens.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (tied, "'head.weight' is tied to 'tokens.weight'.*untie"),
+        (lambda w: nn.Bilinear(w, w, w), "'weight'.*fits no role: write the roles by hand"),
+        (lambda w: nn.Linear(4, 5), "no parameter grows from build\\(16\\)"),
+        (lambda w: nn.Sequential(*[nn.Linear(w, w)] + [nn.Linear(w, 2)] * (w > 16)), "same param"),
+        (lambda w: nn.Linear(4, int(torch.ones(w).sum().item())), "device='cpu'"),
+    ],
+)
+def test_what_has_no_role_is_an_error(build, message):
+    with pytest.raises(ValueError, match=message):
+        roles_of(build)
+
+
+def test_a_constructor_that_reads_values_is_built_on_the_cpu():
+    roles = roles_of(lambda w: nn.Linear(4, int(torch.ones(w).sum().item())), device="cpu")
+    assert roles == {"weight": "input", "bias": "input"}
+
+
+def test_layers_that_share_a_weight_have_one_role():
+    def build(w):
+        model = nn.Sequential(
+            nn.Linear(4, w), nn.Linear(w, w, bias=False), nn.Linear(w, w, bias=False)
+        )
+        model[2].weight = model[1].weight
+        return model
+
+    roles = roles_of(build)
+    assert roles == {"0.weight": "input", "0.bias": "input", "1.weight": "hidden"}
+    assert len(mulo.param_groups(build(8), roles)) == 3  # fan_in 4, 1 and 8
+
+
+FAN_IN = {  # of each hidden weight, and of the output, at width w
+    MLP: ({"2.weight": 1, "4.weight": 1}, 1),
+    ConvNet: ({"body.weight": 9}, 1),
+    Transformer: (
+        {"attention.qkv.weight": 1, "attention.proj.weight": 1, "up.weight": 1, "down.weight": 4}, 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_the_table(family, width):
+    """Init variance, multiplier and update scale, at half and at double width, are the table's."""
+    roles = roles_of(family)
+    model = mulo.init_(family(width), roles, zero_output=False)
+    hidden, out = FAN_IN[family]
+    scales = {
+        id(p): group["scale"] for group in mulo.param_groups(model, roles) for p in group["params"]
+    }
+    for name, p in model.named_parameters():
+        expected = 1 / (hidden[name] * width) if name in hidden else 1.0
+        assert scales[id(p)] == pytest.approx(expected)
+        if p.ndim >= 2 and name != "positions":
+            variance = 1.0
+            if roles[name] != "output" and name != "tokens.weight":
+                variance = 1 / (p.numel() // p.shape[0])
+            assert float(p.detach().var()) == pytest.approx(variance, rel=8 / p.numel() ** 0.5)
+    head = model[-1] if family is MLP else model.head
+    x = torch.randn(3, width)
+    torch.testing.assert_close(head(x), (x @ head.weight.T + head.bias) / (out * width))
+
+
+def test_rules_switch_off_one_by_one():
+    roles = roles_of(MLP)
+    for rules in ((), ("init",), ("multiplier",), ("update",), mup.ALL):
+        model = mulo.init_(MLP(64), roles, rules=rules, zero_output=False)
+        scale = {
+            id(p): group["scale"]
+            for group in mulo.param_groups(model, roles, rules=rules)
+            for p in group["params"]
+        }
+        assert scale[id(model[2].weight)] == (1 / 64 if "update" in rules else 1.0)
+        variance = 1.0 if "init" in rules else 1 / 64
+        assert float(model[6].weight.detach().var()) == pytest.approx(variance, rel=0.3)
+        x = torch.randn(2, 64)
+        plain = nn.functional.linear(x, model[6].weight, model[6].bias)
+        factor = 64 if "multiplier" in rules else 1
+        torch.testing.assert_close(model[6](x), plain / factor)
+    with pytest.raises(ValueError, match=r"unknown rules \['uptade'\]: use any of"):
+        mulo.param_groups(MLP(8), roles, rules=("uptade",))
+
+
+def test_init_leaves_alone_what_it_should():
+    """Zero biases, norms and bare tables stay; other biases become N(0, 1); the output is zero."""
+    torch.manual_seed(0)
+    roles = roles_of(Transformer)
+    model = Transformer(256)
+    nn.init.zeros_(model.down.bias)
+    before = copy.deepcopy(model)
+    mulo.init_(model, roles, generator=torch.Generator().manual_seed(0))
+    for name in ("positions", "norm1.weight", "norm1.bias", "down.bias"):
+        assert torch.equal(model.get_parameter(name), before.get_parameter(name))
+    assert float(model.up.bias.detach().std()) == pytest.approx(1, rel=0.1)
+    assert not model.head.weight.any()
+    assert float(model.tokens.weight.detach().std()) == pytest.approx(1, rel=0.1)
+    again = mulo.init_(Transformer(256), roles, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.up.weight, again.up.weight)
+
+
+def test_the_multiplier_is_attached_once_and_survives_copies():
+    roles = roles_of(MLP)
+    model = mulo.init_(mulo.init_(MLP(16), roles), roles, zero_output=False)
+    model = copy.deepcopy(model)
+    x = torch.randn(2, 16)
+    plain = nn.functional.linear(x, model[6].weight, model[6].bias)
+    torch.testing.assert_close(model[6](x), plain / 16)
+    assert set(model.state_dict()) == set(MLP(16).state_dict())
+
+
+def test_readout_is_not_multiplied_twice():
+    def build(w):
+        return nn.Sequential(nn.Linear(3, w), mulo.Readout(w, 4))
+
+    model = mulo.init_(build(8), roles_of(build), zero_output=False)
+    x = torch.randn(2, 8)
+    plain = nn.functional.linear(x, model[1].weight, model[1].bias)
+    torch.testing.assert_close(model[1](x), plain / 8)
+
+
+def test_convolutional_readouts():
+    def build(w):
+        return nn.Sequential(nn.Conv2d(1, w, 1), nn.ConvTranspose2d(w, 2, 2, groups=2, bias=False))
+
+    model = mulo.init_(build(8), roles_of(build), zero_output=False)
+    x = torch.randn(1, 8, 3, 3)
+    plain = nn.functional.conv_transpose2d(x, model[1].weight, groups=2)
+    torch.testing.assert_close(model[1](x), plain / (4 * 2 * 2))  # 4 inputs a group, a 2x2 kernel
+
+
+def test_roles_by_hand_and_their_errors():
+    roles = roles_of(MLP)
+    with pytest.raises(ValueError, match=r"'6\.weight' has no role: give it one of \('input'"):
+        mulo.param_groups(MLP(8), {k: v for k, v in roles.items() if k != "6.weight"})
+    with pytest.raises(ValueError, match=r"unknown role 'readout' of '6\.weight': use one of"):
+        mulo.init_(MLP(8), roles | {"6.weight": "readout"})
+    with pytest.raises(ValueError, match=r"no parameter '8\.weight': infer the roles"):
+        mulo.init_(MLP(8), roles | {"8.weight": "hidden"})
+    bare = Holder(w=nn.Parameter(torch.randn(3, 8)))
+    with pytest.raises(ValueError, match=r"'w' is an output but not the weight of a layer"):
+        mulo.init_(bare, {"w": "output"})
+    mulo.init_(bare, {"w": "output"}, rules=("init", "update"), zero_output=False)
+    groups = mulo.param_groups(MLP(8), dict.fromkeys(roles, "hidden"))
+    assert {g["scale"] for g in groups} == {1.0, 1 / 8, 1 / 12}
+    with pytest.raises(ValueError, match="width must be a positive integer"):
+        roles_of(MLP, width=0)
+
+
+def test_compiled_models_keep_their_roles():
+    roles = roles_of(MLP)
+    model = torch.compile(MLP(8), backend="eager")
+    assert len(mulo.param_groups(model, roles)) == len(mulo.param_groups(MLP(8), roles))
+
+
+def test_frozen_parameters_are_left_out():
+    model = MLP(8)
+    model[0].weight.requires_grad_(False)
+    groups = mulo.param_groups(model, roles_of(MLP))
+    assert sum(len(g["params"]) for g in groups) == 7
+
+
+def check(family, rules=mup.ALL, eps="relative", steps=4):
+    """Coordinate check of an untrained learned optimizer: its updates are O(1) times lam1.
+
+    The relative epsilons show the rules alone. The reference's fixed ones change the features as
+    gradients shrink with width, which adds up to 0.2 to a slope, with either sign by the LO.
+    """
+    x, y = task(family, batch=64 if family is MLP else 16)
+    roles = roles_of(family)
+
+    def setup(width):
+        gen = torch.Generator().manual_seed(0)
+        model = mulo.init_(family(width), roles, rules=rules, generator=gen)
+        config = mulo.LOConfig(hidden_size=8, lam1=0.01, eps=eps)
+        lo = mulo.SmallFC(config, torch.Generator().manual_seed(1))
+        opt = mulo.MuLO(mulo.param_groups(model, roles, rules=rules), lo)
+
+        def train():
+            opt.zero_grad()
+            loss_of(model, x, y).backward()
+            opt.step()
+
+        return model, train
+
+    return mup.coordinate_check(setup, x, [64, 128, 256, 512], steps)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_coordinate_check(family):
+    """Under muP nothing grows or dies with width; without a rule, something clearly does."""
+    for eps in ("relative", "reference"):
+        result = check(family, eps=eps)
+        assert len(result.slopes) == {MLP: 4, ConvNet: 3, Transformer: 5}[family]
+        for name, slopes in result.slopes.items():
+            assert slopes.abs().max() <= 0.1, (eps, name, slopes)
+    hidden = next(iter(FAN_IN[family][0])).removesuffix(".weight")
+    assert check(family, ("init", "multiplier")).slopes[hidden][-1] > 0.5
+    out = "6" if family is MLP else "head"
+    assert check(family, ("init", "update")).slopes[out][-1] > 0.5

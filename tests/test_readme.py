@@ -1,0 +1,26 @@
+"""README.md: its code runs, its links to lines lead to what they name."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_code_blocks_run():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_links_to_lines():
+    links = re.findall(r"\[`([^`]+)`\]\(([\w.]+)#L(\d+)\)", README)
+    assert links
+    for text, file, line in links:
+        assert text in (ROOT / file).read_text().splitlines()[int(line) - 1], (text, file, line)
+
+
+def test_links_to_files():
+    for file in re.findall(r"\]\(([\w./]+\.\w+)(?:#\w+)?\)", README):
+        assert (ROOT / file).exists(), file
