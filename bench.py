@@ -1,6 +1,7 @@
 """Speed and memory, side by side in one run: this machine's noise falls on all alike.
 
     python bench.py step                # the optimizer step: literal and folded form, and AdamW
+    python bench.py tasks               # stacked nets against a loop, batches against a DataLoader
     python bench.py step --repeats 50   # steadier figures
 
 Contestants take turns; each one's figure is the minimum over the repeats of the CPU time of a step,
@@ -22,9 +23,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+import data
 import features
 import lo
 import mulo
+import tasks
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler's own chatter
@@ -125,16 +128,70 @@ def bench_step(repeats: int) -> None:
                 print(f"{name:20}" + "".join(f"{x:13.2f}" for x in row))
 
 
+def bench_tasks(repeats: int) -> None:
+    task, P = tasks.get("fashion8_mlp_w64_d3"), 16
+    generator = torch.Generator().manual_seed(0)
+    params = {k: p.requires_grad_() for k, p in task.init(P, generator).items()}
+    batch = task.data().batch(generator, task.batch_size, P)
+    models = [task.model(generator) for _ in range(P)]
+
+    def stacked() -> None:
+        torch.autograd.grad(task.losses(params, batch).sum(), list(params.values()))
+
+    def loop() -> None:
+        for k, model in enumerate(models):
+            loss = task.loss(model, tuple(b[k] for b in batch))
+            torch.autograd.grad(loss, list(model.parameters()))
+
+    best = race({"stacked": stacked, "loop": loop}, repeats)
+    ratio = best["loop"] / best["stacked"]
+    print(f"\nlosses and gradients of {P} nets, {task.name}, batch {task.batch_size}")
+    print(
+        f"stacked {best['stacked'] * 1e3:.2f} ms, a loop {best['loop'] * 1e3:.2f} ms: {ratio:.1f}x"
+    )
+
+    x = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8)
+    images = data.Images(x, torch.randint(10, (50_000,)), 10, *data.CIFAR10)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in data.CIFAR10)
+
+    class Items(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return len(x)
+
+        def __getitem__(self, k: int) -> tuple:
+            return (x[k] - mean) / std, images.y[k]
+
+    size, seconds = 4096, {"Images.batch": math.inf, "DataLoader": math.inf}
+    for _ in range(max(1, repeats // 5)):  # in turns; wall time, as the workers are processes
+        start = time.perf_counter()
+        for _ in range(10):
+            images.batch(generator, size)
+        seconds["Images.batch"] = min(seconds["Images.batch"], (time.perf_counter() - start) / 10)
+        loader = iter(torch.utils.data.DataLoader(Items(), size, shuffle=True, num_workers=2))
+        next(loader)  # the workers have started
+        start = time.perf_counter()
+        for _ in range(5):
+            next(loader)
+        seconds["DataLoader"] = min(seconds["DataLoader"], (time.perf_counter() - start) / 5)
+        del loader
+    ratio = seconds["DataLoader"] / seconds["Images.batch"]
+    print(f"\na batch of {size} images of 3x32x32, drawn and normalised, from 50,000 in memory")
+    for name, took in seconds.items():
+        print(f"{name:14}{took * 1e3:8.1f} ms")
+    print(f"{ratio:.1f}x faster than a DataLoader with 2 workers")
+
+
 def main() -> None:
+    commands = {"step": bench_step, "tasks": bench_tasks}
     parser = argparse.ArgumentParser(description="Speed and memory, side by side in one run.")
-    parser.add_argument("what", choices=["step"], help="what to measure")
+    parser.add_argument("what", choices=commands, help="what to measure")
     parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")
     args = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, one thread, minimum of {args.repeats} rounds of CPU time")
-    bench_step(args.repeats)
+    commands[args.what](args.repeats)
 
 
 if __name__ == "__main__":

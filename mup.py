@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -189,9 +190,9 @@ class Readout(nn.Linear):
         return super().forward(x) / self.in_features
 
 
-def _multiply_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+def _divide_output(fan_in: int, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
     """Forward hook that makes a user's own output layer a readout."""
-    return output / Weight("", module.weight, module, "layer").fan_in
+    return output / fan_in
 
 
 @torch.no_grad()
@@ -212,9 +213,8 @@ def init_(
     it built in.
     """
     rules = tuple(rules)
+    multiply_outputs_(model, roles, rules)
     for w, role in _with_roles(model, roles):
-        if role == "output" and power(role, "multiplier", rules):
-            _attach_multiplier(w)
         if w.kind == "vector":
             if "init" in rules and isinstance(w.module, LAYERS) and w.param.any():
                 w.param.normal_(generator=generator)
@@ -226,15 +226,23 @@ def init_(
     return model
 
 
-def _attach_multiplier(w: Weight) -> None:
-    if isinstance(w.module, Readout) or _multiply_output in w.module._forward_hooks.values():
-        return
-    if w.kind != "layer" or not hasattr(w.module, "weight"):
-        raise ValueError(
-            f"{w.name!r} is an output but not the weight of a layer, so its 1/fan_in has no place: "
-            "use mulo.Readout, or multiply by hand and leave 'multiplier' out of rules."
-        )
-    w.module.register_forward_hook(_multiply_output)
+def multiply_outputs_(
+    model: nn.Module,
+    roles: dict[str, str],
+    rules: Iterable[str] = ALL,
+) -> None:
+    """Have output layers multiply their output by 1/fan_in, if they do not yet: part of `init_`."""
+    for w, role in _with_roles(model, roles):
+        hooks = w.module._forward_hooks.values()
+        done = any(getattr(hook, "func", None) is _divide_output for hook in hooks)
+        if done or isinstance(w.module, Readout) or not power(role, "multiplier", rules):
+            continue
+        if w.kind != "layer" or not hasattr(w.module, "weight"):
+            raise ValueError(
+                f"{w.name!r} is an output but not the weight of a layer, so its 1/fan_in has no "
+                "place: use mulo.Readout, or multiply by hand and leave 'multiplier' out of rules."
+            )
+        w.module.register_forward_hook(partial(_divide_output, w.fan_in))
 
 
 def param_groups(
@@ -267,24 +275,26 @@ def coordinate_check(
     probe: Tensor,
     widths: list[int],
     steps: int = 5,
+    repeats: int = 1,
 ) -> CoordinateCheck:
     """The ritual of μP: train nets of several widths, and see whether activations move alike.
 
-    setup(width) gives a model and a function that trains it by one step. After each step `probe` is
-    passed through the model, and the output of every layer (with weights that multiply; its
+    setup(width) gives a model and a function that trains it by one step; it is called `repeats`
+    times a width, to average over what it draws. After each step `probe` is passed through the
+    model, and the output of every layer (with weights that multiply; its
     pre-activations, and the logits) is compared with what it was before training.
     """
-    drift: dict[str, list[list[float]]] = {}
-    for width in widths:
-        model, train = setup(width)
-        first = _layer_outputs(model, probe)
-        for name in first:
-            drift.setdefault(name, []).append([])
-        for _ in range(steps):
-            train()
-            for name, x in _layer_outputs(model, probe).items():
-                drift[name][-1].append((x - first[name]).abs().mean().item())
-    table = {name: torch.tensor(rows, dtype=torch.float64).T for name, rows in drift.items()}
+    table: dict[str, Tensor] = {}
+    for k, width in enumerate(widths):
+        for _ in range(repeats):
+            model, train = setup(width)
+            first = _layer_outputs(model, probe)
+            for t in range(steps):
+                train()
+                for name, x in _layer_outputs(model, probe).items():
+                    zeros = torch.zeros(steps, len(widths), dtype=torch.float64)
+                    drift = (x - first[name]).abs().mean().item()
+                    table.setdefault(name, zeros)[t, k] += drift / repeats
     log_width = torch.tensor(widths, dtype=torch.float64).log()
     log_width -= log_width.mean()
     slopes = {

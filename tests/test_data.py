@@ -20,9 +20,10 @@ import pytest
 import torch
 
 import data
+import datafiles
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-TEXTS = f"lm1b/{data.LM1B}"
+TEXTS = f"lm1b/{datafiles.LM1B}"
 
 
 def seed(n: int = 0) -> torch.Generator:
@@ -247,7 +248,10 @@ def test_cifar_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         data.load("cifar10", tmp_path)
     message = str(error.value)
-    assert all(name in message for name in [*ALL, "cifar-10-batches-bin", "python data.py cifar10"])
+    assert all(
+        name in message
+        for name in [*ALL, "cifar-10-batches-bin", "python tasks.py download cifar10"]
+    )
     assert "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz" in message
     cifar(tmp_path, "data_batch_1.bin", "data_batch_4.bin")
     with pytest.raises(FileNotFoundError, match=r"lacks data_batch_2.bin, data_batch_3.bin, data_"):
@@ -799,7 +803,7 @@ TAR = "cifar-10-binary.tar.gz"
 def archive(server, monkeypatch) -> bytes:
     content = tar({f"cifar-10-batches-bin/{name}": records(2) for name in ALL})
     server.files[TAR] = content
-    monkeypatch.setitem(data.MD5, TAR, hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(datafiles.MD5, TAR, hashlib.md5(content).hexdigest())
     return content
 
 
@@ -808,20 +812,20 @@ def names(folder: Path) -> list[str]:
 
 
 def test_download_and_load(server, archive, tmp_path):
-    data.download("cifar10", tmp_path, server.url)
+    datafiles.download("cifar10", tmp_path, server.url)
     assert len(data.load("cifar10", tmp_path, check=False)) == 10
     assert names(tmp_path / "cifar10") == ["cifar-10-batches-bin", TAR]
-    data.download("cifar10", tmp_path, server.url)
+    datafiles.download("cifar10", tmp_path, server.url)
     assert server.requests == [(TAR, None)]  # it was there and right
 
 
 def test_download_resumes(server, archive, tmp_path):
     server.breaks_at = 5000
     with pytest.raises(OSError, match=rf"stopped after 5000 of {len(archive)} bytes.*goes on"):
-        data.download("cifar10", tmp_path, server.url)
+        datafiles.download("cifar10", tmp_path, server.url)
     assert names(tmp_path / "cifar10") == [f"{TAR}.part"]
     server.breaks_at = None
-    data.download("cifar10", tmp_path, server.url)
+    datafiles.download("cifar10", tmp_path, server.url)
     assert server.requests == [(TAR, None), (TAR, "bytes=5000-")]
     assert (tmp_path / "cifar10" / TAR).read_bytes() == archive
     assert names(tmp_path / "cifar10") == ["cifar-10-batches-bin", TAR]
@@ -830,27 +834,27 @@ def test_download_resumes(server, archive, tmp_path):
 def test_download_restarts_when_range_is_ignored(server, archive, tmp_path):
     put(tmp_path / "cifar10" / f"{TAR}.part", b"the beginning of something else")
     server.ranges = False
-    data.download("cifar10", tmp_path, server.url)
+    datafiles.download("cifar10", tmp_path, server.url)
     assert server.requests[0][1] == "bytes=31-"
     assert (tmp_path / "cifar10" / TAR).read_bytes() == archive
 
 
 def test_download_of_a_part_that_is_whole(server, archive, tmp_path):
     put(tmp_path / "cifar10" / f"{TAR}.part", archive)
-    data.download("cifar10", tmp_path, server.url)  # the server answers 416
+    datafiles.download("cifar10", tmp_path, server.url)  # the server answers 416
     assert names(tmp_path / "cifar10") == ["cifar-10-batches-bin", TAR]
 
 
 def test_download_checks_before_it_renames(server, archive, tmp_path):
     server.files[TAR] = archive[:-1] + b"!"
     with refused(f"{TAR} came with the wrong checksum", "it was deleted"):
-        data.download("cifar10", tmp_path, server.url)
+        datafiles.download("cifar10", tmp_path, server.url)
     assert names(tmp_path / "cifar10") == []
     put(tmp_path / "cifar10" / f"{TAR}.part", b"a bad beginning")
     server.files[TAR] = archive
     with refused("wrong checksum"):  # resumed onto the wrong bytes
-        data.download("cifar10", tmp_path, server.url)
-    data.download("cifar10", tmp_path, server.url)  # and the next one starts clean
+        datafiles.download("cifar10", tmp_path, server.url)
+    datafiles.download("cifar10", tmp_path, server.url)  # and the next one starts clean
 
 
 def test_download_of_several_files(server, tmp_path, monkeypatch):
@@ -858,46 +862,49 @@ def test_download_of_several_files(server, tmp_path, monkeypatch):
         for kind, array in (("images-idx3", X28), ("labels-idx1", Y3)):
             name = f"{prefix}-{kind}-ubyte.gz"
             server.files[name] = gzip.compress(idx(array))
-            monkeypatch.setitem(data.MD5, name, hashlib.md5(server.files[name]).hexdigest())
-    data.download("fashion", tmp_path, server.url)
+            monkeypatch.setitem(datafiles.MD5, name, hashlib.md5(server.files[name]).hexdigest())
+    datafiles.download("fashion", tmp_path, server.url)
     assert len(data.load("fashion", tmp_path, check=False)) == 3
     assert len(data.load("fashion", tmp_path, split="test", check=False)) == 3
     put(tmp_path / "fashion-mnist/t10k-labels-idx1-ubyte.gz", b"damaged")
-    data.download("fashion", tmp_path, server.url)
+    datafiles.download("fashion", tmp_path, server.url)
     assert len(server.requests) == 5  # only the damaged one again
 
 
 def test_download_tells_what_is_wrong(server, tmp_path):
     with pytest.raises(OSError, match=r"cifar-10-binary.tar.gz: HTTP Error 404"):
-        data.download("cifar10", tmp_path, server.url)
+        datafiles.download("cifar10", tmp_path, server.url)
     with pytest.raises(OSError, match=r"python.tar.gz: .*refused"):
-        data.download("cifar10-python", tmp_path, "http://127.0.0.1:9")
+        datafiles.download("cifar10-python", tmp_path, "http://127.0.0.1:9")
     for name, where in [("imagenet32", "image-net.org"), ("lm1b", "www.statmt.org")]:
         with refused(f"{name!r} is not for download: unpack", where):
-            data.download(name, tmp_path)
+            datafiles.download(name, tmp_path)
     with refused("'cifar' is not for download: there are cifar10, cifar10-python, fashion"):
-        data.download("cifar", tmp_path)
+        datafiles.download("cifar", tmp_path)
 
 
 def test_command_line(tmp_path):
-    command = [sys.executable, data.__file__, "imagenet32", "--data-dir", str(tmp_path)]
+    tasks = Path(data.__file__).with_name("tasks.py")
+    command = [sys.executable, tasks, "download", "imagenet32", "--data-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("https://image-net.org/download-images there.")
     assert "Traceback" not in done.stderr
 
 
 def test_unpacking_stays_in_its_folder(server, tmp_path, monkeypatch):
     server.files[TAR] = tar({"fine.bin": b"fine", "../../outside": b"evil"})
-    monkeypatch.setitem(data.MD5, TAR, hashlib.md5(server.files[TAR]).hexdigest())
+    monkeypatch.setitem(datafiles.MD5, TAR, hashlib.md5(server.files[TAR]).hexdigest())
     with refused(f"{TAR} was not unpacked"):
-        data.download("cifar10", tmp_path / "root", server.url)
+        datafiles.download("cifar10", tmp_path / "root", server.url)
     assert not list(tmp_path.rglob("outside"))
     assert names(tmp_path / "root/cifar10") == [TAR]
 
 
 def test_published_checksums():
-    assert data.MD5["cifar-10-binary.tar.gz"] == "c32a1d4ab5d03f1284b67883e8d87530"
-    assert data.MD5["cifar-10-python.tar.gz"] == "c58f30108f718f92721af3b95e74349a"
-    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in data.SHA256.values())
-    assert {file for _, _, files in data.DOWNLOADS.values() for file in files} == set(data.MD5)
+    assert datafiles.MD5["cifar-10-binary.tar.gz"] == "c32a1d4ab5d03f1284b67883e8d87530"
+    assert datafiles.MD5["cifar-10-python.tar.gz"] == "c58f30108f718f92721af3b95e74349a"
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in datafiles.SHA256.values())
+    assert {file for _, _, files in datafiles.DOWNLOADS.values() for file in files} == set(
+        datafiles.MD5
+    )

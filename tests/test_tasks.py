@@ -1,0 +1,300 @@
+"""Tasks: the paper's table by hand, stacked nets against single ones, and muP on all families."""
+
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mulo
+import mup
+import tasks
+
+ROOT = Path(__file__).parents[1]
+FAMILIES = ["fashion8_mlp_w64_d3", "fashion_vit_w32_d2", "pixels_lm_w32_d2", "fashion_resnet_w32"]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# Derived by hand from the table of tasks, not from the code.
+
+
+def mlp_count(inputs, classes, w, depth):
+    return (inputs * w + w) + (depth - 2) * (w * w + w) + (w * classes + classes)
+
+
+def block_count(w, heads):
+    inner = heads * (w // heads)
+    attention = w * 3 * inner + inner * w
+    ffn = w * 4 * w + 4 * w + 4 * w * w + w
+    return attention + ffn + 2 * 2 * w
+
+
+def vit_count(w, depth, heads):
+    patches = 3 * 4 * 4 * w + w + 64 * w  # 32/4 squared positions
+    return patches + depth * block_count(w, heads) + 2 * w + w * 1000 + 1000
+
+
+def lm_count(w, depth, heads):
+    return 32_000 * w + 64 * w + depth * block_count(w, heads) + 2 * w + w * 32_000 + 32_000
+
+
+def resnet_count(w):
+    a, b, c, d = w // 8, w // 4, w // 2, w
+    total = 27 * a + 2 * a + 4 * 9 * a * a + 4 * 2 * a  # stem, its norm, stage 1
+    for n, m in ((a, b), (b, c), (c, d)):
+        total += 9 * n * m + 3 * 9 * m * m + n * m + 4 * 2 * m
+    return total + d * 1000 + 1000
+
+
+HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}
+TABLE = {}  # name -> (parameters, batch size, heads, data set)
+for w in (128, 256, 512, 1024, 2048, 4096, 8192):
+    TABLE[f"in32_mlp_w{w}_d3"] = (mlp_count(3072, 1000, w, 3), 4096, 0, "imagenet32")
+    TABLE[f"c10_mlp_w{w}_d3"] = (mlp_count(3072, 10, w, 3), 4096, 0, "cifar10")
+    if w < 8192:
+        TABLE[f"in64_mlp_w{w}_d3"] = (mlp_count(12288, 1000, w, 3), 4096, 0, "imagenet64")
+for w, h in HEADS.items():
+    TABLE[f"vit_w{w}_d3"] = (vit_count(w, 3, h), 1024, h, "imagenet32")
+    TABLE[f"lm_w{w}_d3"] = (lm_count(w, 3, h), 128, h, "lm1b")
+TABLE["in32_mlp_w1024_d16"] = (mlp_count(3072, 1000, 1024, 16), 128, 0, "imagenet32")
+TABLE["vit_w1024_d16"] = (vit_count(1024, 16, 3), 128, 3, "imagenet32")
+TABLE["lm_w1024_d16"] = (lm_count(1024, 16, 3), 128, 3, "lm1b")
+for w in (128, 256, 512, 1024, 2048):
+    TABLE[f"resnet_w{w}"] = (resnet_count(w), 128, 0, "imagenet32")
+
+
+def test_the_papers_table():
+    """7 + 6 + 7 MLPs, 6 ViTs, 6 LMs, 3 deep ones and 5 ResNets, at full size on the meta device."""
+    assert len(tasks.PAPER) == 7 + 6 + 7 + 6 + 6 + 3 + 5
+    assert sorted(tasks.PAPER) == sorted(TABLE)
+    for name, (count, batch_size, heads, dataset) in TABLE.items():
+        task = tasks.get(name)
+        model = task.skeleton()
+        assert sum(p.numel() for p in model.parameters()) == count, name
+        assert all(p.is_meta for p in model.parameters())
+        assert (task.batch_size, task.heads, task.dataset) == (batch_size, heads, dataset), name
+        assert task.shape == ((64,) if "lm" in name and "mlp" not in name else task.shape)
+
+
+def test_shapes_of_one_of_each():
+    shapes = {
+        n: tuple(p.shape) for n, p in tasks.get("in32_mlp_w128_d3").skeleton().named_parameters()
+    }
+    assert shapes == {
+        "layers.0.weight": (128, 3072), "layers.0.bias": (128,),
+        "layers.1.weight": (128, 128), "layers.1.bias": (128,),
+        "head.weight": (1000, 128), "head.bias": (1000,),
+    }  # fmt: skip
+    lm = dict(tasks.get("lm_w768_d3").skeleton().named_parameters())
+    assert lm["blocks.2.up.weight"].shape == (3072, 768)
+    assert lm["blocks.0.attention.qkv.weight"].shape == (3 * 768, 768)
+    assert lm["tokens.weight"].shape == (32_000, 768)
+    assert lm["positions.weight"].shape == (64, 768)
+    vit = dict(tasks.get("vit_w1024_d16").skeleton().named_parameters())
+    assert vit["blocks.15.attention.qkv.weight"].shape == (3 * 3 * 341, 1024)
+
+
+def test_any_width_and_depth():
+    task = tasks.get("c10_mlp_w96_d5")
+    assert (task.width, task.depth, task.dataset) == (96, 5, "cifar10")
+    assert len(task.skeleton().layers) == 4
+    assert tasks.get("lm_w100_d2").heads == 2
+    assert tasks.get("text_lm_w64_d3", dataset="text:book.txt").dataset == "text:book.txt"
+    assert tasks.get("fashion_mlp_w8_d2", batch_size=7).batch_size == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mlp_w128", "unknown task 'mlp_w128': did you mean '.*_mlp_w128_d3'"),
+        ("in32_mlp_w128", "did you mean 'in32_mlp_w128_d3'"),
+        ("resnet_w128_d3", "did you mean 'resnet_w128'"),
+        ("", "`python tasks.py` lists them all"),
+        ("c10_mlp_w64_d1", "depth is at least 2"),
+        ("fashion_resnet_w40", "multiple of 32"),
+    ],
+)
+def test_names_that_are_wrong(name, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.get(name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_roles_and_init(name):
+    """By the table under muP; N(0, 1/fan_in), zero biases and a plain head in SP; zero outputs."""
+    task = tasks.get(name)
+    roles = task.roles()
+    assert [n for n, role in roles.items() if role == "output"] == ["head.weight"]
+    hidden = {n for n, role in roles.items() if role == "hidden"}
+    for rules in (mup.ALL, ()):
+        params = task.init(8, seeded(), rules, zero_output=False)
+        for w in mup.weights_of(task.skeleton(rules)):
+            p = params[w.name]
+            assert p.shape == (8, *w.param.shape)
+            if isinstance(w.module, mup.NORMS):
+                expected = float(w.name.endswith("weight"))
+                assert (p == expected).all()
+            elif w.kind == "vector":
+                assert float(p.std()) == pytest.approx(1, rel=0.35) if rules else not p.any()
+            else:
+                power = {"output": 0}.get(roles[w.name], -1) if rules else -1
+                assert float(p.var()) == pytest.approx(w.fan_in**power, rel=0.25), w.name
+        assert not torch.equal(params["head.weight"][0], params["head.weight"][1])
+    assert not task.init(2, seeded())["head.weight"].any()
+    scales = {
+        id(p): g["scale"] for g in mulo.param_groups(task.skeleton(), roles) for p in g["params"]
+    }
+    assert sum(s != 1 for s in scales.values()) == len(hidden) > 0
+    model = task.model(seeded(3))
+    for n, p in model.named_parameters():
+        assert torch.equal(p, task.init(1, seeded(3))[n][0])
+    x = torch.randn(4, task.width)
+    plain = nn.functional.linear(x, model.head.weight, model.head.bias)
+    torch.testing.assert_close(model.head(x), plain / task.width)
+
+
+def test_attention_scale():
+    assert tasks.get("vit_w64_d1").skeleton().blocks[0].attention.scale == 1 / 64
+    assert tasks.get("vit_w64_d1").skeleton(()).blocks[0].attention.scale == 1 / 8
+
+
+def test_the_lm_is_causal_and_padding_does_not_count():
+    task = tasks.get("pixels_lm_w32_d2")
+    model = task.model(seeded(), zero_output=False)
+    x = torch.randint(17, (3, 64), generator=seeded())
+    y = x.clone()
+    y[:, 40:] = (y[:, 40:] + 1) % 17
+    before, after = model(x), model(y)
+    torch.testing.assert_close(before[:, :40], after[:, :40])
+    assert (before[:, 40:] - after[:, 40:]).abs().max() > 1e-4
+
+    targets, mask = torch.randint(17, (3, 64), generator=seeded(1)), torch.arange(64) < 30
+    loss = task.loss(model, (x, targets, mask.expand(3, 64)))
+    expected = nn.functional.cross_entropy(before[:, :30].flatten(0, 1), targets[:, :30].flatten())
+    torch.testing.assert_close(loss, expected)
+    assert task.loss(model, (x, targets, torch.zeros(3, 64, dtype=torch.bool))) == 0
+
+
+def test_pixels():
+    tokens, targets, mask = tasks.get("pixels_lm_w32_d2").data().batch(seeded(), 50)
+    assert tokens.shape == targets.shape == (50, 64)
+    assert (tokens[:, 0] == 16).all()
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert mask.all()
+    assert targets.max() <= 15
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stacked_is_a_loop(name, shared):
+    """Losses and gradients of P stacked nets equal those of P single ones."""
+    P = 3
+    task = tasks.get(name)
+    data = task.data()
+    batch = data.batch(seeded(1), 6, None if shared else P)
+    params = {n: p.double() for n, p in task.init(P, seeded(), zero_output=False).items()}
+    batch = tuple(b.double() if b.is_floating_point() else b for b in batch)
+    for p in params.values():
+        p.requires_grad_()
+    losses = task.losses(params, batch, shared)
+    assert losses.shape == (P,)
+    grads = torch.autograd.grad(losses.sum(), list(params.values()))
+    for k in range(P):
+        model = task.skeleton().to_empty(device="cpu").double()
+        model.load_state_dict({n: p[k].detach() for n, p in params.items()})
+        loss = task.loss(model, batch if shared else tuple(b[k] for b in batch))
+        loss.backward()
+        torch.testing.assert_close(losses[k], loss, rtol=1e-5, atol=0)
+        for (n, p), g in zip(model.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(g[k], p.grad, rtol=1e-5, atol=1e-9, msg=n)
+
+
+def test_stacked_in_float32():
+    task = tasks.get("fashion8_mlp_w64_d3")
+    batch = task.data().batch(seeded(1), 64, 4)
+    params = task.init(4, seeded(), zero_output=False)
+    losses = task.losses(params, batch)
+    for k in range(4):
+        model = task.skeleton().to_empty(device="cpu")
+        model.load_state_dict({n: p[k] for n, p in params.items()})
+        torch.testing.assert_close(
+            losses[k], task.loss(model, tuple(b[k] for b in batch)), rtol=1e-5, atol=0
+        )
+
+
+@pytest.mark.parametrize("name", ["fashion_mlp_w16_d3", "teacher_mlp_w16_d3", *FAMILIES])
+def test_desk_tasks_learn(name):
+    """A few steps of Adam on embedded data bring the loss below that of a guess."""
+    task = tasks.get(name)
+    data, model, generator = task.data(), task.model(seeded()), seeded(1)
+    groups = mulo.param_groups(model, task.roles())
+    opt = torch.optim.Adam([{"params": g["params"], "lr": 0.05 * g["scale"]} for g in groups])
+    losses = []
+    for _ in range(25):
+        opt.zero_grad()
+        losses.append(task.loss(model, data.batch(generator, 32)))
+        losses[-1].backward()
+        opt.step()
+    assert losses[0].item() == pytest.approx(math.log(task.classes), rel=0.02)
+    assert min(losses[-5:]) < losses[0] - 0.1
+
+
+CHECKS = {  # kind: widths, batch, repeats, more
+    "fashion8_mlp_w{}_d3": ([64, 128, 256, 512], 64, 1, {}),
+    "fashion_vit_w{}_d2": ([128, 256, 512], 16, 1, {"heads": 2}),
+    "pixels_lm_w{}_d2": ([64, 128, 256], 8, 1, {"heads": 2}),
+    "fashion_resnet_w{}": ([64, 512], 32, 4, {}),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_coordinate_check_with_adam(kind):
+    """Over the first steps: slopes within 0.1 under muP for every layer, and not in SP."""
+    widths, batch, repeats, more = CHECKS[kind]
+    data = tasks.get(kind.format(widths[0])).data()
+    b = data.batch(seeded(1), batch)
+    worst = {}
+    for rules, lr in ((mup.ALL, 0.01), ((), 0.01)):
+        seeds = itertools.count()
+
+        def setup(width, rules=rules, lr=lr, seeds=seeds):
+            task = tasks.get(kind.format(width), **more)
+            model = task.model(seeded(next(seeds)), rules)
+            groups = mulo.param_groups(model, task.roles(), rules)
+            opt = torch.optim.Adam([{"params": g["params"], "lr": lr * g["scale"]} for g in groups])
+
+            def train():
+                opt.zero_grad()
+                task.loss(model, b).backward()
+                opt.step()
+
+            return model, train
+
+        result = mup.coordinate_check(setup, b[0], widths, steps=2, repeats=repeats)
+        worst[rules] = max(float(s.abs().max()) for s in result.slopes.values())
+    assert worst[mup.ALL] <= 0.1
+    assert worst[()] > 0.4
+
+
+def test_command_line():
+    def run(*args):
+        command = [sys.executable, ROOT / "tasks.py", *args]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    listed = run()
+    assert listed.returncode == 0
+    assert all(name in listed.stdout for name in (*tasks.PAPER, *tasks.DESK))
+    shown = run("c10_mlp_w96_d5").stdout
+    assert "layers.3.weight" in shown
+    assert "hidden" in shown
+    wrong = run("mlp")
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("tasks.py: unknown task 'mlp'")
+    assert run("download", "imagenet32").returncode == 1
