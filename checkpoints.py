@@ -9,9 +9,10 @@ Re-exported by `mulo`, which is where users meet these functions.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import io
 import os
 import pickle
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,9 +41,17 @@ def write_atomically(path: str | os.PathLike, write) -> None:
 def save(lo: LO, path: str | os.PathLike, **about) -> None:
     """Write a learned optimizer to a file, with `about`: plain values such as a command, a seed."""
     weights = {name: w.detach().cpu().clone() for name, w in lo.named_parameters()}
-    content = {"format": FORMAT, "version": VERSION, "about": about}
-    content |= {"config": dataclasses.asdict(lo.config), "weights": weights}
-    write_atomically(path, lambda file: torch.save(content, file))
+    config = dataclasses.asdict(lo.config)
+    content = {"format": FORMAT, "version": VERSION, "about": about, "config": config}
+    content |= {"weights": weights, "sha256": _digest(config, weights)}
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"`about` takes plain numbers and strings, not {about!r}.") from error
+    write_atomically(path, lambda file: file.write(buffer.getvalue()))
 
 
 def load(name: str | os.PathLike) -> LO:
@@ -56,7 +65,7 @@ def load(name: str | os.PathLike) -> LO:
             f"no learned optimizer {str(name)!r}: give a file's path or a shipped name ({shipped})."
         )
     content = _read(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if content.get("format") != FORMAT:
         raise ValueError(
             f"{path} was not written by mulo.save: for others' weights see mulo.from_pylo."
         )
@@ -66,28 +75,45 @@ def load(name: str | os.PathLike) -> LO:
             "use the release that wrote it, or save it again."
         )
     try:
-        config = LOConfig(**content["config"])
-        return build(config, content["weights"])
-    except (KeyError, TypeError, ValueError) as error:
+        config, weights = content["config"], content["weights"]
+        if content["sha256"] != _digest(config, weights):
+            raise ValueError("its checksum is wrong")
+        return build(LOConfig(**config), weights)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged or of another release ({error}): get it again."
-        ) from error
+        ) from None
 
 
-def _read(path: Path) -> object:
+def _digest(config: dict, weights: Phi) -> str:
+    """SHA-256 of all that makes a learned optimizer what it is."""
+    digest = hashlib.sha256(repr(sorted(config.items())).encode())
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict:
+    """The dict in a file of torch.save's. What is wrong with a damaged file has no end of names."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
         raise ValueError(
-            f"{path} holds more than tensors and plain values, so it was not read: it may run code."
+            f"{path} is damaged, or holds more than tensors and plain values and may run code: "
+            "it was not read, get it again."
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is truncated or not a checkpoint: get it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds no weights but {type(content).__name__}: get the right file."
+        )
+    return content
 
 
 def build(config: LOConfig, weights: Phi) -> LO:
     """A SmallFC or VeLO with these weights, whose names and shapes must be those of the config."""
-    lo = {"small_fc": SmallFC, "velo": VeLO}[config.net](config)
+    make = {"small_fc": SmallFC, "velo": VeLO}[config.net]
+    with torch.device("meta"):  # sizes from a file may be absurd: compare before allocating
+        lo = make(config)
     expected = {name: tuple(w.shape) for name, w in lo.named_parameters()}
     given = {name: tuple(w.shape) for name, w in weights.items()}
     wrong = [name for name in expected | given if expected.get(name) != given.get(name)]
@@ -98,6 +124,7 @@ def build(config: LOConfig, weights: Phi) -> LO:
         raise ValueError(
             f"the weights do not fit {config.net} of hidden_size {config.hidden_size}: {shapes}"
         )
+    lo = make(config)
     lo.load_state_dict({name: w.float() for name, w in weights.items()})
     return lo
 
@@ -146,10 +173,10 @@ def from_reference(arrays: dict, **config) -> LO:
     }
     if not velo:
         return build(_sizes(config, found), a)
-    phi = {f"bank_{n}{k}": a[f"ff/{n}{k}"] for k in range(depth) for n in "wb"}
-    for name in (f"bank_w{depth - 1}", f"bank_b{depth - 1}"):
-        phi[name] = phi[name][..., :2]
     try:
+        phi = {f"bank_{n}{k}": a[f"ff/{n}{k}"] for k in range(depth) for n in "wb"}
+        for name in (f"bank_w{depth - 1}", f"bank_b{depth - 1}"):
+            phi[name] = phi[name][..., :2]
         for theirs, ours in VELO_NAMES.items():
             phi |= {f"{ours}_{n}": a[f"rnn/{theirs}/{n}"] for n in "wb"}
         phi |= {"hidden0": a["lstm_init_hidden"], "cell0": a["lstm_init_cell"]}
@@ -202,5 +229,5 @@ def from_pylo(
     decays = (momentum_decays, rms_decays, adafactor_decays)
     names = ("momentum_decays", "rms_decays", "adafactor_decays")
     return from_reference(
-        arrays | dict(zip(names, map(torch.tensor, decays), strict=True)), **config
+        arrays | dict(zip(names, map(torch.as_tensor, decays), strict=True)), **config
     )

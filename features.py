@@ -2,7 +2,7 @@
 
 Pure functions, tensors in and tensors out; no network, no muP, no Optimizer. Paper: appendix A.1
 ("input, output, update and scaling") and the three feature tables. Read this file first, then
-`lo.py` (the networks and the step), then `mulo.py` (muP and the Optimizer).
+`lo.py` (the networks and the step), `mup.py` (the rules) and `mulo.py` (the Optimizer).
 
 Symbols (paper -> code), with the shapes used throughout. `S` equal-shaped tensors are stacked in
 front (the layers of a model, or the particles of meta-training); `shape` is one tensor's own shape.
@@ -124,15 +124,20 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
     return 1 - (beta.clamp(0, 1) if clip else beta)
 
 
+def wide(x: Tensor) -> Tensor:
+    """x itself if it is float32 or float64, else x as float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def clean(g: Tensor, clip: float = G_MAX) -> Tensor:
-    """The gradient as float32 with NaN and infinities taken as 0, clipped to +-clip."""
-    return torch.nan_to_num(g.float(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-clip, clip)
+    """The gradient, at least float32, with NaN and infinities taken as 0, clipped to +-clip."""
+    return torch.nan_to_num(wide(g), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-clip, clip)
 
 
 def is_clean(g: Tensor, clip: float = G_MAX) -> bool:
     """Whether `clean` would change nothing (for CPU tensors: it looks at the values)."""
-    low, high = torch.aminmax(g)
-    return bool(low >= -clip) and bool(high <= clip)  # False for NaN
+    low, high = (float(x) for x in torch.aminmax(g))  # as floats: clip is infinite in float16
+    return low >= -clip and high <= clip  # False for NaN
 
 
 def accumulate(
@@ -186,11 +191,10 @@ def scales(V_mean: Tensor, r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: boo
     epsilon to the tensor's own gradient scale so that the features do not change when the loss is
     rescaled.
     """
-    r_mean = r if dims is None else r.mean(dims[0], True)  # over d1: one per decay and batch index
     if eps.mode == "relative":
-        floor = _safe(_over(r, 2), 1e-8)
-        col = torch.maximum(c, floor).rsqrt()
-        row = (r / _safe(r_mean)).clamp_min(1e-8).rsqrt()
+        R = _over(r, 2)  # one per tensor and decay
+        col = torch.maximum(c, _safe(R, 1e-8)).rsqrt()
+        row = (r / _safe(R)).clamp_min(1e-8).rsqrt()
         pair = (c.new_ones((1,) * c.ndim), col) if dims is None else (row, col)
         return Scales(_safe(V_mean), _safe(V_mean, 1e-8), _safe(V_mean, 1e-2), pair, pair)
     e6, e9 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-9))
@@ -199,6 +203,7 @@ def scales(V_mean: Tensor, r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: boo
     )
     eps_V = trailing(1e-6 * eps.scale, V_mean.ndim)
     if dims is not None:
+        r_mean = r.mean(dims[0], True)  # over d1: one per decay and batch index
         pair = at_least_e9(r / (r_mean + e9)).rsqrt(), at_least_e9(c).rsqrt()
         return Scales(1.0, eps_V, eps_V, pair, pair)
     one = c.new_ones((1,) * c.ndim)
@@ -316,24 +321,24 @@ def loss_features(
 
     Half-lives run from 10 steps to num_steps (all 10 in the "bugged" variant of old checkpoints).
     Each mean is compared with its own running minimum, the next longer mean acting as the maximum.
-    A loss above twice the largest mean so far is capped, and one that is not finite counts as that
-    cap; the features are 0 for the first two steps. All in float32 like the reference: 1 - decay^n
-    loses digits.
+    A loss above twice the largest mean so far is capped, and one that is not finite is left out;
+    the features are 0 for the first two steps. All in float32 like the reference: 1 - decay^n loses
+    digits.
     """
     top = 1.0 if bugged else math.log10(num_steps)
     half_life = 10 ** torch.linspace(1, top, 10, device=loss.device)
     decay = torch.exp(-1 / half_life)
-    n = buffer.count
-    unbias = 1 - decay ** (n + 1)
-    largest = torch.where(n == 0, torch.nan_to_num(loss, 0, 0, 0), (buffer.means / unbias).max())
-    cap = 2 * largest.abs()
-    loss = torch.where(loss.isfinite(), torch.minimum(cap, loss), cap)
-    means = buffer.means * decay + loss * (1 - decay)
-    ema = means / unbias
-    low = torch.minimum(buffer.low, ema)
+    counts = loss.isfinite()
+    n = buffer.count + 1
+    largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).max())
+    loss = torch.minimum(2 * largest.abs(), loss)
+    means = torch.where(counts, buffer.means * decay + loss * (1 - decay), buffer.means)
+    n = torch.where(counts, n, buffer.count)
+    ema = means / (1 - decay**n)
+    low = torch.where(counts, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema[:-1] - low[:-1]) / (ema[1:] - low[:-1]).clamp_min(1e-8) - 1
-    x = torch.where(n + 1 <= 2, torch.zeros_like(x), x.clamp(-1, 1))
-    return LossBuffer(means, low, n + 1), x
+    x = torch.where(n <= 2, torch.zeros_like(x), x.clamp(-1, 1))
+    return LossBuffer(means, low, n), x
 
 
 def squash(x: Tensor) -> Tensor:
@@ -342,7 +347,7 @@ def squash(x: Tensor) -> Tensor:
 
 
 def mean_squared(p: Tensor) -> Tensor:
-    """Mean of p^2 of each tensor, (S,), without a temporary of p's size."""
+    """Mean of p^2 of each tensor, (S,), for a contiguous float32 p without a temporary."""
     var, mean = torch.var_mean(p.float().flatten(1), -1, correction=0)
     return var + mean.square()
 

@@ -68,17 +68,20 @@ class LOConfig:
         for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
-        if not self.eps_rms >= 0:
-            raise ValueError(f"eps_rms must be 0 or more, not {self.eps_rms!r}.")
+        for name in ("lam1", "lam2", "eps_rms", "t_max"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and 0 <= value < math.inf
+            if not number and (name, value) != ("t_max", None):
+                raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
 
     @property
-    def kind(self) -> str:
+    def feature_set(self) -> str:
         """Which feature set: "small_fc", "velo" or "velo_paper"."""
         return "velo_paper" if (self.net, self.spec) == ("velo", "paper") else self.net
 
     @property
     def num_features(self) -> int:
-        return {"small_fc": 39, "velo": 30, "velo_paper": 29}[self.kind]
+        return {"small_fc": 39, "velo": 30, "velo_paper": 29}[self.feature_set]
 
     def layer_sizes(self) -> list[int]:
         return [self.num_features, *[self.hidden_size] * self.hidden_layers, 2]
@@ -226,7 +229,7 @@ def literal_step(
     eps, clip = _setting(config, eps_scale)
     velo = config.net == "velo"
     rates = rates_of(config, phi)
-    g, p = features.clean(g, clip), p.float()
+    g, p = features.clean(g, clip), features.wide(p)
     q = g.square()
     M, V = features.accumulate(acc.M, acc.V, g, q, rates)
     r, c = features.accumulate_factored(
@@ -235,11 +238,11 @@ def literal_step(
     V_mean = trailing(V.flatten(1).mean(-1), V.ndim)
 
     s = features.scales(V_mean, r, c, dims, eps, velo)
-    parts = features.dense_features(p, g, M, V, s, config.kind) + list(
+    parts = features.dense_features(p, g, M, V, s, config.feature_set) + list(
         features.row_col_features(r, c, eps)
     )
     A_hat = torch.cat([x.expand(-1, -1, *p.shape[1:]).movedim(1, -1) for x in parts], -1)
-    order = torch.tensor(list(chain(*features.feature_index(config.kind)))).argsort()
+    order = torch.tensor(list(chain(*features.feature_index(config.feature_set)))).argsort()
     A_hat = A_hat[..., order]  # (S, *shape, 28), in the reference's order
     entries = tuple(range(1, p.ndim))
     ms = A_hat.square().mean(entries)  # (S, 28)
@@ -281,7 +284,7 @@ def fold(
     config: LOConfig, phi: Phi, ms: Tensor, r: Tensor, c: Tensor, t: Tensor, scale: Tensor, eps: Eps
 ) -> Folded:
     """Fold mean squares of the dense features ms (S, D), r, c, t, lambdas and scale into phi."""
-    dense, row, col = features.feature_index(config.kind)
+    dense, row, col = features.feature_index(config.feature_set)
     w0 = phi["w0"].mT  # (S | 1, h, 39)
 
     def first_layer(x: Tensor, where: list[int]) -> Tensor:  # x (S, 6, *vector) -> (S, h, *vector)
@@ -323,7 +326,7 @@ def step(
     """The folded step, pure: same arguments and result as `literal_step`."""
     eps, clip = _setting(config, eps_scale)
     rates = rates_of(config, phi)
-    g, p = features.clean(g, clip), p.float()
+    g, p = features.clean(g, clip), features.wide(p)
     q = g.square()
     M, V = features.accumulate(acc.M, acc.V, g, q, rates)
     r, c = features.accumulate_factored(
@@ -331,7 +334,7 @@ def step(
     )
     V_mean = trailing(V.flatten(1).mean(-1), V.ndim)
     s = features.scales(V_mean, r, c, dims, eps, config.net == "velo")
-    dense = features.dense_features(p, g, M, V, s, config.kind)
+    dense = features.dense_features(p, g, M, V, s, config.feature_set)
     ms = features.sum_squares(dense) / p[0].numel()
     net = fold(config, phi, ms, r, c, t, scale, eps)
     d, e_m = net.apply(dense, net.row, net.col)
@@ -369,8 +372,9 @@ def step_(
 ) -> Tensor | None:
     """`step`, in place on acc and p (p of any float dtype): three passes over cache-sized blocks.
 
-    Extra memory is a few vectors and one block's features, however large the tensor. Returns how
-    many entries of g are not finite, or None if the gradient was clean.
+    Extra memory is one block's features and the first layer's products of rows and columns: a few
+    bytes per entry of a matrix, more for vectors, which are their own rows. Returns how many
+    entries of g are not finite, or None if the gradient was clean.
     """
     S, n = len(p), p[0].numel()
     eps, clip = _setting(config, eps_scale)
@@ -402,7 +406,7 @@ def step_(
         V_mean = torch.lerp(V.flatten(1).mean(-1), q_mean, rates.V[:, 0])
     s = features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, config.net == "velo")
     parts = list(zip(*map(split, (p, g, M, V)), s.split(split), strict=True))
-    dense = partial(features.dense_features, kind=config.kind)
+    dense = partial(features.dense_features, kind=config.feature_set)
 
     # 2. The other accumulators, and mean squares of the dense features for the RMS normalisers.
     ms = 0.0
@@ -414,8 +418,8 @@ def step_(
     # 3. The network and the update.
     net = fold(config, phi, ms, r, c, t, scale, eps)
     for (p_b, g_b, *rest), row, col in zip(parts, split(net.row), split(net.col), strict=True):
-        new_p = p_b.float()  # p_b itself, unless it has another dtype
-        d, e_m = net.apply(dense(new_p, g_b.float(), *rest), row, col)
+        new_p = features.wide(p_b)  # p_b itself, unless it is of low precision
+        d, e_m = net.apply(dense(p_b.float(), g_b.float(), *rest), row, col)
         if isinstance(decay, Tensor):
             new_p.mul_(1 - trailing(decay, p.ndim))
         new_p.addcmul_(d, e_m, value=-1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ class MuLO(torch.optim.Optimizer):
     ):
         if not isinstance(lo, LO):
             raise TypeError(f"lo must be a learned optimizer, as mulo.load gives, not {lo!r}.")
-        if isinstance(lo, VeLO) and not (isinstance(num_steps, int) and num_steps > 0):
+        if isinstance(lo, VeLO) and not (isinstance(num_steps, Integral) and num_steps > 0):
             raise ValueError(
                 f"VeLO needs num_steps, the length of the run in steps, not {num_steps!r}."
             )
@@ -100,20 +101,21 @@ class MuLO(torch.optim.Optimizer):
         super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0})
 
     def _forget(self) -> None:
-        """Drop what is derived: the weights on each device, and the stacks of accumulators."""
-        self._phi: dict[torch.device, Phi] = {}
+        """Drop what is derived: copies of the weights, and the stacks of accumulators."""
+        self._phi: dict[torch.device, tuple[list, Phi]] = {}
         self._stacks: dict[tuple, tuple[Accumulators, list[dict[str, Tensor]]]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        wrong = [k for k in ("lr", "weight_decay", "scale", "step") if not float(group[k]) >= 0]
+        numbers = ("lr", "weight_decay", "scale", "step", "fan_in")
+        wrong = [k for k in numbers if not (isinstance(group[k], Real | Tensor) and group[k] >= 0)]
         dtypes = {p.dtype for p in group["params"] if not p.is_floating_point()}
         if not wrong and not dtypes and group["out_axis"] in (0, 1, -1):
             return
         self.param_groups.pop()
         if wrong:
-            raise ValueError(f"{wrong[0]} must be 0 or more, not {group[wrong[0]]!r}.")
+            raise ValueError(f"{wrong[0]} must be a number of 0 or more, not {group[wrong[0]]!r}.")
         if dtypes:
             raise ValueError(f"parameters must be real floating point, not {dtypes.pop()}.")
         raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
@@ -127,6 +129,8 @@ class MuLO(torch.optim.Optimizer):
     ) -> Tensor | float | None:
         """Update every parameter that has a gradient; returns the loss it was given, if any."""
         if closure is not None:
+            if loss is not None or not callable(closure):
+                raise TypeError("step takes a closure or the loss: write step(loss=loss).")
             with torch.enable_grad():
                 loss = closure()
         config = self.lo.config
@@ -161,10 +165,16 @@ class MuLO(torch.optim.Optimizer):
         return loss
 
     def _weights(self, device: torch.device) -> Phi:
-        if device not in self._phi:
+        """The learned optimizer's weights as they are now; copied only where they must be."""
+        weights = list(self.lo.parameters())
+        if all(w.device == device and w.dtype == torch.float32 for w in weights):
+            return lo_module.stacked(self.lo)
+        version = [(w.data_ptr(), w._version) for w in weights]
+        if device not in self._phi or self._phi[device][0] != version:
             stacked = lo_module.stacked(self.lo)
-            self._phi[device] = {k: w.detach().to(device) for k, w in stacked.items()}
-        return self._phi[device]
+            copies = {k: w.to(device, torch.float32) for k, w in stacked.items()}
+            self._phi[device] = version, copies
+        return self._phi[device][1]
 
     def _buckets(self) -> list[Bucket]:
         """The parameters with gradients, small ones of a shape together."""
@@ -191,7 +201,7 @@ class MuLO(torch.optim.Optimizer):
         dims = features.factored_dims(shape, groups[0]["out_axis"])
         p, g = params[0].detach(), params[0].grad
         if len(params) > 1:
-            p, g = torch.stack(params).float(), torch.stack([q.grad for q in params])
+            p, g = features.wide(torch.stack(params)), torch.stack([q.grad for q in params])
         p, g = p.reshape(-1, *shape), g.reshape(-1, *shape)
         return Bucket(params, groups, dims, p, g, self._accumulators(key, params, p, dims))
 
@@ -220,7 +230,10 @@ class MuLO(torch.optim.Optimizer):
         if not buckets:
             return []
         config, device = self.lo.config, buckets[0].p.device
-        loss = torch.as_tensor(loss, dtype=torch.float32, device=device).detach().reshape(())
+        loss = torch.as_tensor(loss, dtype=torch.float32, device=device).detach()
+        if loss.numel() != 1:
+            raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
+        loss = loss.reshape(())
         memory = self.state["loss"] if "loss" in self.state else None
         memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device)
         bugged = config.use_bugged_loss_features
@@ -278,17 +291,21 @@ class MuLO(torch.optim.Optimizer):
         for p, state in saved:
             self.state[p] = {k: x.detach().to(p.device, copy=True) for k, x in state.items()}
         if "loss" in self.state:
-            self.state["loss"] = {k: x.detach().clone() for k, x in self.state["loss"].items()}
+            memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
+            self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}
 
     def _check_state_dict(self, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
         """Each parameter with its saved state; an error before anything is changed."""
         try:
             groups, state = state_dict["param_groups"], state_dict["state"]
             saved_sizes = [len(group["params"]) for group in groups]
-        except (KeyError, TypeError):
-            raise ValueError(
-                "this is not an optimizer's state_dict: give what MuLO.state_dict() returned."
-            ) from None
+            ours = all(
+                self.defaults.keys() - {"differentiable"} <= group.keys() for group in groups
+            )
+        except (AttributeError, KeyError, TypeError):
+            ours = False
+        if not ours:
+            raise ValueError("this is not what MuLO.state_dict() returned: load that.")
         fix = (
             "build the same model, param groups and learned optimizer as in the run that saved it."
         )
@@ -297,21 +314,25 @@ class MuLO(torch.optim.Optimizer):
             raise ValueError(
                 f"the state_dict has groups of {saved_sizes} parameters, not of {sizes}: {fix}"
             )
-        names = {*Accumulators._fields, *(("h", "cell") if isinstance(self.lo, VeLO) else ())}
+        velo = isinstance(self.lo, VeLO)
         ids = [k for group in groups for k in group["params"]]
         mine = [(p, group) for group in self.param_groups for p in group["params"]]
-        found = []
-        for k, (p, group) in zip(ids, mine, strict=True):
-            if not state.get(k):
-                continue
-            empty = torch.empty(1, *(tuple(p.shape) or (1,)), device="meta")
-            dims = features.factored_dims(empty.shape[1:], group["out_axis"])
-            acc = features.init_accumulators(empty, dims)._asdict()
-            wrong = set(state[k]) != names
-            if wrong or any(state[k][name].shape != x.shape[1:] for name, x in acc.items()):
+        found = [(k, *owner) for k, owner in zip(ids, mine, strict=True) if state.get(k)]
+        for k, p, group in found:
+            shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
+            if shapes != self._state_shapes(p, group["out_axis"]):
                 raise ValueError(f"the saved state of parameter {k} does not fit this one: {fix}")
-            found.append((p, state[k]))
-        return found
+        if velo and found and set(state.get("loss", ())) != set(LossBuffer._fields):
+            raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
+        return [(p, state[k]) for k, p, _ in found]
+
+    def _state_shapes(self, p: Tensor, out_axis: int) -> dict[str, torch.Size]:
+        one = torch.empty(1, *(tuple(p.shape) or (1,)), device="meta")
+        acc = features.init_accumulators(one, features.factored_dims(one.shape[1:], out_axis))
+        shapes = {name: x.shape[1:] for name, x in acc._asdict().items()}
+        if isinstance(self.lo, VeLO):
+            shapes |= dict.fromkeys(("h", "cell"), self.lo.hidden0.shape[1:])
+        return shapes
 
     def __getstate__(self) -> dict:
         mine = {k: self.__dict__[k] for k in ("lo", "num_steps", "_nonfinite")}

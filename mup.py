@@ -55,6 +55,8 @@ LAYERS = (
     nn.Bilinear,
 )
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+TRANSPOSED = nn.modules.conv._ConvTransposeNd
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -69,7 +71,7 @@ class Weight(NamedTuple):
     @property
     def out_axis(self) -> int:
         """Which axis is fan_out: 0 in torch's (out, in, ...), 1 in tables and transposed convs."""
-        return 1 if self.kind == "table" or getattr(self.module, "transposed", False) else 0
+        return 1 if self.kind == "table" or isinstance(self.module, TRANSPOSED) else 0
 
     @property
     def fan_in(self) -> int:
@@ -82,11 +84,16 @@ class Weight(NamedTuple):
 def weights_of(model: nn.Module) -> list[Weight]:
     """Every parameter once, under its first name; one tied across two kinds of use is an error."""
     found: dict[int, Weight] = {}
+    while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, WRAPPERS) else model._orig_mod
     for prefix, module in model.named_modules():
         for leaf, p in module.named_parameters(recurse=False):
             name = ".".join(x for x in (*prefix.split("."), leaf) if x not in ("", "_orig_mod"))
-            if isinstance(model, nn.parallel.DistributedDataParallel):
-                name = name.removeprefix("module.")
+            if leaf in ("weight_g", "original0"):
+                raise ValueError(
+                    f"{name!r} is half of a weight under weight_norm, whose init μP cannot set: "
+                    "remove weight_norm."
+                )
             if p.ndim < 2 or isinstance(module, NORMS):
                 kind = "vector"
             elif isinstance(module, TABLES):
@@ -96,8 +103,8 @@ def weights_of(model: nn.Module) -> list[Weight]:
             first = found.setdefault(id(p), Weight(name, p, module, kind))
             if first.kind != kind:
                 raise ValueError(
-                    f"{name!r} is tied to {first.name!r}, but μP scales an embedding and a readout "
-                    "differently, so one tensor cannot be both: untie them."
+                    f"{name!r} is tied to {first.name!r}, but μP scales a {kind} and a "
+                    f"{first.kind} differently (a readout and its embedding, say): untie them."
                 )
     return list(found.values())
 
@@ -120,9 +127,11 @@ def infer_roles(
     try:
         with torch.device(device):
             small, large = (weights_of(build(w)) for w in (width, 2 * width))
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if device != "meta":
+            raise
         raise ValueError(
-            f"build({width}) failed on the {device} device ({error}): pass device='cpu', "
+            f"build({width}) failed on the meta device ({error}): pass device='cpu', "
             "or write the roles by hand."
         ) from error
     odd = {w.name for w in small} ^ {w.name for w in large}
@@ -158,7 +167,7 @@ def _role(a: Weight, b: Weight) -> str:
         axes = [k for k, x in enumerate(grows) if x]
         raise ValueError(
             f"{a.name!r} {tuple(a.param.shape)} grows along axes {axes}, which fits no role: "
-            "write the roles by hand."
+            "write the roles by hand, and its scale into its param group."
         )
     return "output" if fan_in else "input"
 
@@ -184,10 +193,12 @@ def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, s
 
 
 class Readout(nn.Linear):
-    """An output layer under μP: (W x + b) / fan_in."""
+    """An output layer under μP: (W x + b) / fan_in, unless `init_` was told to leave that off."""
+
+    divides = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / self.in_features
+        return super().forward(x) / (self.in_features if self.divides else 1)
 
 
 def _divide_output(fan_in: int, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
@@ -231,18 +242,23 @@ def multiply_outputs_(
     roles: dict[str, str],
     rules: Iterable[str] = ALL,
 ) -> None:
-    """Have output layers multiply their output by 1/fan_in, if they do not yet: part of `init_`."""
-    for w, role in _with_roles(model, roles):
-        hooks = w.module._forward_hooks.values()
-        done = any(getattr(hook, "func", None) is _divide_output for hook in hooks)
-        if done or isinstance(w.module, Readout) or not power(role, "multiplier", rules):
-            continue
-        if w.kind != "layer" or not hasattr(w.module, "weight"):
+    """Have output layers multiply their output by 1/fan_in, or not: part of `init_`."""
+    outputs = [w for w, role in _with_roles(model, roles) if role == "output"]
+    divides = power("output", "multiplier", rules) != 0
+    for w in outputs:
+        if divides and (w.kind != "layer" or not hasattr(w.module, "weight")):
             raise ValueError(
                 f"{w.name!r} is an output but not the weight of a layer, so its 1/fan_in has no "
                 "place: use mulo.Readout, or multiply by hand and leave 'multiplier' out of rules."
             )
-        w.module.register_forward_hook(partial(_divide_output, w.fan_in))
+    for w in outputs:
+        hooks = w.module._forward_hooks
+        for key in [k for k, h in hooks.items() if getattr(h, "func", None) is _divide_output]:
+            del hooks[key]
+        if isinstance(w.module, Readout):
+            w.module.divides = divides
+        elif divides:
+            w.module.register_forward_hook(partial(_divide_output, w.fan_in))
 
 
 def param_groups(
@@ -253,8 +269,9 @@ def param_groups(
     """Groups for MuLO with `scale`, the μP factor of the update: 1/fan_in if hidden, else 1."""
     rules, groups = tuple(rules), {}
     for w, role in _with_roles(model, roles):
-        scale = float(w.fan_in) ** power(role, "update", rules)
-        key = {"scale": scale, "fan_in": w.fan_in, "out_axis": w.out_axis}
+        fan_in = 1 if w.kind == "bare" and role == "input" else w.fan_in  # a table
+        scale = float(fan_in) ** power(role, "update", rules)
+        key = {"scale": scale, "fan_in": fan_in, "out_axis": w.out_axis}
         if w.param.requires_grad:
             groups.setdefault(tuple(key.values()), {"params": [], **key})["params"].append(w.param)
     return list(groups.values())
@@ -281,8 +298,8 @@ def coordinate_check(
 
     setup(width) gives a model and a function that trains it by one step; it is called `repeats`
     times a width, to average over what it draws. After each step `probe` is passed through the
-    model, and the output of every layer (with weights that multiply; its
-    pre-activations, and the logits) is compared with what it was before training.
+    model, and the output of every layer that multiplies (its pre-activations; the logits) is
+    compared with what it was before training.
     """
     table: dict[str, Tensor] = {}
     for k, width in enumerate(widths):
@@ -316,9 +333,14 @@ def _layer_outputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
 
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, LAYERS)]
     handles = [m.register_forward_hook(keep(name)) for name, m in named]
+    buffers = [
+        (b, b.clone()) for b in model.buffers()
+    ]  # running statistics: a look changes nothing
     try:
         model(probe)
     finally:
         for handle in handles:
             handle.remove()
+        for buffer, before in buffers:
+            buffer.copy_(before)
     return outputs

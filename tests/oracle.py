@@ -65,9 +65,8 @@ class Tensor:
             floor = 1e-8 * R if R > 1e-28 else 1.0
             if self.dims is None:
                 return (np.maximum(c, floor) ** -0.5,) * 2
-            mean = r.mean(self.dims[0], keepdims=True)
-            mean = np.where(mean > 1e-28, mean, 1.0)
-            return (np.maximum(r / mean, 1e-8) ** -0.5 * np.maximum(c, floor) ** -0.5,) * 2
+            unit = R if R > 1e-28 else 1.0
+            return (np.maximum(r / unit, 1e-8) ** -0.5 * np.maximum(c, floor) ** -0.5,) * 2
         if self.dims is None:
             return (
                 np.maximum(r + 1e-9, 1e-9) ** -0.5,

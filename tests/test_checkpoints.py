@@ -39,15 +39,21 @@ def test_a_failed_write_leaves_the_old_file(small_fc, tmp_path, monkeypatch):
     mulo.save(small_fc, tmp_path / "lo.pt")
     before = (tmp_path / "lo.pt").read_bytes()
 
-    def full(content, file):
-        file.write(b"half")
+    def full(descriptor):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         mulo.save(small_fc, tmp_path / "lo.pt")
     assert (tmp_path / "lo.pt").read_bytes() == before
     assert os.listdir(tmp_path) == ["lo.pt"]
+
+
+def test_about_takes_plain_values_only(small_fc, tmp_path):
+    mulo.save(small_fc, tmp_path / "lo.pt", seed=1)
+    with pytest.raises(TypeError, match="`about` takes plain numbers and strings"):
+        mulo.save(small_fc, tmp_path / "lo.pt", where=tmp_path)
+    assert mulo.load(tmp_path / "lo.pt").config == small_fc.config
 
 
 def test_shipped_names(small_fc, tmp_path, monkeypatch):
@@ -78,26 +84,39 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     torch.save({"w0": torch.zeros(3)}, "foreign.pt")
     refused("foreign.pt", r"not written by mulo\.save")
     torch.save([1, 2], "list.pt")
-    refused("list.pt", r"not written by mulo\.save")
+    refused("list.pt", "holds no weights but list")
     whole = open("lo.pt", "rb").read()
     for size in (0, 10, len(whole) // 2, len(whole) - 30):
         open("short.pt", "wb").write(whole[:size])
-        refused("short.pt", "truncated or not a checkpoint: get it again|may run code")
-    open("text.pt", "w").write("hello")
-    refused("text.pt", "truncated or not a checkpoint|may run code")
+        refused("short.pt", "is damaged.*get it again")
+    open("text.pt", "w").write("<html>")
+    refused("text.pt", "is damaged")
     torch.save(good | {"about": Evil()}, "evil.pt")
-    refused("evil.pt", "it may run code")
+    refused("evil.pt", "may run code: it was not read")
     open("pickle.pt", "wb").write(pickle.dumps(Evil()))
-    refused("pickle.pt", "it may run code")
+    refused("pickle.pt", "may run code: it was not read")
+    flipped = bytearray(whole)
+    flipped[whole.index(small_fc.w0.numpy().tobytes()) + 9] ^= 1
+    open("flipped.pt", "wb").write(flipped)
+    refused("flipped.pt", "its checksum is wrong|is damaged")
     assert not os.path.exists("evil")
+
+    def forged(name, config=good["config"], weights=good["weights"]):
+        digest = checkpoints._digest(config, weights)
+        torch.save(good | {"config": config, "weights": weights, "sha256": digest}, name)
+
     weights = dict(good["weights"])
-    torch.save(good | {"weights": weights | {"w0": torch.zeros(39, 5)}}, "shape.pt")
+    forged("shape.pt", weights=weights | {"w0": torch.zeros(39, 5)})
     refused("shape.pt", r"w0 \(39, 5\) instead of \(39, 4\)")
     del weights["b1"]
-    torch.save(good | {"weights": weights}, "less.pt")
+    forged("less.pt", weights=weights)
     refused("less.pt", "b1 missing instead of")
-    torch.save(good | {"config": good["config"] | {"colour": 1}}, "config.pt")
+    forged("config.pt", config=good["config"] | {"colour": 1})
     refused("config.pt", "damaged or of another release.*colour")
+    forged("huge.pt", config=good["config"] | {"hidden_size": 10**9})
+    refused("huge.pt", "do not fit small_fc of hidden_size 1000000000")
+    torch.save(good | {"weights": [1]}, "weights.pt")
+    refused("weights.pt", "damaged or of another release")
     with pytest.raises(FileNotFoundError, match="give a file's path or a shipped name"):
         mulo.load("nowhere.pt")
 
@@ -136,9 +155,9 @@ def test_velo_of_the_released_sizes():
     p = torch.nn.Parameter(torch.ones(3, 4))
     p.grad = torch.ones(3, 4)
     mulo.MuLO([p], lo, num_steps=10).step(loss=1.0)
-    del arrays["rnn/step_size/w"]
-    with pytest.raises(ValueError, match="array 'rnn/step_size/w' of VeLO is missing"):
-        mulo.from_reference(arrays)
+    for name in ("rnn/step_size/w", "ff/b0"):
+        with pytest.raises(ValueError, match=f"array {name!r} of VeLO is missing"):
+            mulo.from_reference({k: v for k, v in arrays.items() if k != name})
 
 
 def test_from_pylo(tmp_path):

@@ -239,11 +239,49 @@ def test_relative_epsilons_do_not_see_the_loss_scale():
         assert (updates(scale, "reference") - updates(1.0, "reference")).abs().max() > 0.05
 
 
-def test_loss_features_survive_a_loss_that_is_not_finite():
-    buffer = features.init_loss_buffer()
-    for loss in (float("nan"), 2.0, float("inf"), 1.5, float("nan"), 1.0):
-        buffer, x = features.loss_features(buffer, torch.tensor(loss), 100, False)
-        assert all(v.isfinite().all() for v in (*buffer, x))
+def test_a_loss_that_is_not_finite_is_left_out():
+    odd, even = features.init_loss_buffer(), features.init_loss_buffer()
+    for loss in (2.0, 1.5, 3.0, 1.0):
+        even, x = features.loss_features(even, torch.tensor(loss), 100, False)
+        for bad in ("nan", "inf", "-inf"):
+            odd, y = features.loss_features(odd, torch.tensor(float(bad)), 100, False)
+            assert y.isfinite().all()
+        odd, y = features.loss_features(odd, torch.tensor(loss), 100, False)
+        assert torch.equal(x, y)
+    assert all(torch.equal(a, b) for a, b in zip(odd, even, strict=True))
+    odd, y = features.loss_features(odd, torch.tensor(float("nan")), 100, False)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (6, 6), (40,), (4, 3, 3, 3)], ids=str)
+def test_relative_epsilons_against_the_oracle_with_dead_units(shape):
+    """Rows of very different size, and dead ones, where the floors of r, c and V decide."""
+    gen = torch.Generator().manual_seed(4)
+    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=1.0, eps="relative"), gen)
+    meta = {k: v.numpy() for k, v in lo.named_parameters()}
+    p = torch.nn.Parameter(0.3 * torch.randn(shape, generator=gen))
+    ref = oracle.Tensor(p.detach().numpy(), meta, eps="relative")
+    opt = mulo.MuLO([{"params": [p], "out_axis": -1}], lo)
+    sizes = torch.logspace(0, -7, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+    sizes[1] = 0
+    for t in range(4):
+        g = sizes * torch.randn(shape, generator=gen)
+        if len(shape) > 1:
+            g[..., 0] *= 1e-6
+        p.grad, before = g.clone(), p.detach().clone()
+        opt.step()
+        ref.p = before.double().numpy()
+        update = oracle.small_fc_step(ref, meta, g.numpy(), t, 1.0, 0.001)
+        got = (before - p.detach()).numpy()
+        np.testing.assert_allclose(got, update, atol=2e-5 * max(1.0, abs(update).max()))
+
+
+def test_what_counts_as_zero():
+    """A mean square of 1e-27 is still normalised, one of 1e-29 is not."""
+    ms = torch.tensor([[1e-27, 1e-29, 0.0]])
+    x = features.inverse_rms(ms, Eps("reference", 0.0))
+    assert float(x[0, 0] * ms[0, 0].sqrt()) == pytest.approx(1, rel=1e-5)
+    assert (x[0, 1:] == 0).all()
 
 
 def test_clean():
@@ -253,3 +291,7 @@ def test_clean():
     assert not features.is_clean(g)
     assert features.is_clean(g[3:5])
     assert not features.is_clean(g[3:5], 1000.0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        for bad in ("nan", "inf", "-inf"):
+            assert not features.is_clean(torch.tensor([1.0, float(bad)], dtype=dtype))
+        assert features.is_clean(torch.ones(3, dtype=dtype))

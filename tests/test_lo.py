@@ -254,7 +254,10 @@ def test_config_refuses_nonsense():
         ({"spec": "mine"}, "spec='mine' is unknown"),
         ({"eps": 1e-8}, "eps=1e-08 is unknown"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer"),
-        ({"eps_rms": -1.0}, "eps_rms must be 0 or more"),
+        ({"eps_rms": -1.0}, "eps_rms must be a number of 0 or more"),
+        ({"lam1": "x"}, "lam1 must be a number"),
+        ({"lam2": None}, "lam2 must be a number"),
+        ({"t_max": float("nan")}, "t_max must be a number"),
     ):
         with pytest.raises(ValueError, match=message):
             LOConfig(**bad)

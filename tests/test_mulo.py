@@ -100,15 +100,21 @@ def test_velo_says_what_it_needs():
     assert torch.equal(values(net), before)
     assert not opt.state
     assert opt.param_groups[0]["step"] == 0
+    with pytest.raises(TypeError, match=r"write step\(loss=loss\)"):
+        opt.step(torch.tensor(1.5))
+    with pytest.raises(ValueError, match=r"one loss, not \(3,\): take its mean"):
+        opt.step(loss=torch.ones(3))
     opt.step(loss=1.5)  # a float will do
+    mulo.MuLO(net.parameters(), velo(), num_steps=np.int64(10))
 
 
 def test_bad_arguments():
     p = nn.Parameter(torch.zeros(3))
     lo = mulo.SmallFC()
     for kwargs, message in (
-        ({"lr": -1.0}, "lr must be 0 or more, not -1.0"),
-        ({"weight_decay": float("nan")}, "weight_decay must be 0 or more, not nan"),
+        ({"lr": -1.0}, "lr must be a number of 0 or more, not -1.0"),
+        ({"lr": None}, "lr must be a number of 0 or more, not None"),
+        ({"weight_decay": float("nan")}, "weight_decay must be a number of 0 or more, not nan"),
     ):
         with pytest.raises(ValueError, match=message):
             mulo.MuLO([p], lo, **kwargs)
@@ -247,6 +253,13 @@ def test_other_dtypes(dtype):
     """State is float32; a parameter of low precision moves as its float32 copy, then is rounded."""
     torch.manual_seed(0)
     lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
+    if dtype == torch.float64:  # kept to the last digit: a step of size 0 changes nothing
+        p = nn.Parameter(torch.randn(30, 40, dtype=dtype))
+        q, start = nn.Parameter(p.detach()[:9, :9].clone()), p.detach().clone()
+        for x in (p, q):
+            x.grad = torch.randn(x.shape, dtype=dtype)
+        mulo.MuLO([p, q], lo, lr=0.0).step()
+        assert torch.equal(p.detach(), start)
     for shapes in ([(5, 6)] * 3, [(300, 400)]):  # stacked; in blocks
         low = [nn.Parameter(torch.randn(s).to(dtype)) for s in shapes]
         full = [nn.Parameter(p.detach().float()) for p in low]
@@ -336,18 +349,18 @@ def test_mismatched_state_is_refused_whole():
     train(net, opt, 2, x, y)
     good = copy.deepcopy(opt.state_dict())
     fix = "build the same model, param groups and learned optimizer"
+    foreign = r"not what MuLO\.state_dict\(\) returned: load that"
     wider = make(width=32)[1]
     wide_net, wide = make(width=32)
     train(wide_net, wide, 1, x, y)
     bad = copy.deepcopy(good)
     bad["state"][0]["extra"] = torch.zeros(1)
     for state, message in (
-        ({}, "not an optimizer's state_dict"),
-        ("x", "not an optimizer's state_dict"),
-        (
-            torch.optim.Adam(net.parameters()).state_dict(),
-            f"groups of .* parameters, not of .*{fix}",
-        ),
+        ({}, foreign),
+        ("x", foreign),
+        (torch.optim.Adam(net.parameters()).state_dict(), foreign),
+        (mulo.MuLO(net.parameters(), opt.lo).state_dict(), f"groups of .*, not of .*{fix}"),
+        (good | {"state": {0: {**good["state"][0], "M": 3}}}, f"does not fit this one: {fix}"),
         (wide.state_dict(), f"does not fit this one: {fix}"),
         (bad, f"does not fit this one: {fix}"),
     ):
@@ -358,6 +371,16 @@ def test_mismatched_state_is_refused_whole():
     with pytest.raises(ValueError, match="does not fit this one"):
         mulo.MuLO(make()[1].param_groups, velo(), num_steps=9).load_state_dict(good)
     wider.load_state_dict(wide.state_dict())
+
+    net, opt = make(velo(), num_steps=9)
+    train(net, opt, 2, x, y, with_loss=True)
+    state = opt.state_dict()
+    del state["state"]["loss"]
+    with pytest.raises(ValueError, match="no memory of VeLO's losses"):
+        opt.load_state_dict(state)
+    other = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=6, param_inits=4))
+    with pytest.raises(ValueError, match="does not fit this one"):
+        make(other, num_steps=9)[1].load_state_dict(opt.state_dict())
 
 
 def test_copies():
@@ -390,19 +413,37 @@ def test_state_can_be_edited():
     torch.testing.assert_close(opt.state[net[4].weight]["V"], 0.001 * g**2, rtol=1e-3, atol=1e-12)
 
 
-def test_gradients_that_are_not_finite():
+def test_the_weights_are_read_at_every_step():
+    """Weights that are replaced, changed or of another dtype are what the next step uses."""
+    p = nn.Parameter(torch.ones(3, 3))
+    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
+    opt = mulo.MuLO([p], lo)
+    p.grad = torch.randn(3, 3)
+    opt.step()
+    before = p.detach().clone()
+    zeros = torch.zeros(sum(w.numel() for w in lo.parameters()))
+    torch.nn.utils.vector_to_parameters(zeros, lo.parameters())
+    opt.step()
+    assert torch.equal(p.detach(), before)
+    opt.lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1)).half()
+    opt.step()
+    assert not torch.equal(p.detach(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_that_are_not_finite(dtype):
     """They count as 0, are counted, and are said once; nothing else is touched."""
     torch.manual_seed(0)
     lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
-    init = torch.randn(3, 6, 5)
-    ps = [nn.Parameter(x.clone()) for x in init] + [nn.Parameter(torch.randn(7))]
+    init = torch.randn(3, 6, 5).to(dtype)
+    ps = [nn.Parameter(x.clone()) for x in init] + [nn.Parameter(torch.randn(7).to(dtype))]
     qs = [nn.Parameter(p.detach().clone()) for p in ps]
     bad, good = mulo.MuLO(ps, lo), mulo.MuLO(qs, lo)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):
             for p, q in zip(ps, qs, strict=True):
-                p.grad = torch.randn(p.shape)
+                p.grad = torch.randn(p.shape).to(dtype)
                 p.grad.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
                 q.grad = torch.nan_to_num(p.grad, 0, 0, 0)
             bad.step()

@@ -101,6 +101,8 @@ def tied(w):
         (lambda w: nn.Linear(4, 5), "no parameter grows from build\\(16\\)"),
         (lambda w: nn.Sequential(*[nn.Linear(w, w)] + [nn.Linear(w, 2)] * (w > 16)), "same param"),
         (lambda w: nn.Linear(4, int(torch.ones(w).sum().item())), "device='cpu'"),
+        (lambda w: nn.Linear(4, int(torch.ones(w).numpy().sum())), "device='cpu'"),
+        (lambda w: nn.utils.parametrizations.weight_norm(nn.Linear(4, w)), "remove weight_norm"),
     ],
 )
 def test_what_has_no_role_is_an_error(build, message):
@@ -205,14 +207,31 @@ def test_the_multiplier_is_attached_once_and_survives_copies():
     assert set(model.state_dict()) == set(MLP(16).state_dict())
 
 
-def test_readout_is_not_multiplied_twice():
+@pytest.mark.parametrize("layer", [mulo.Readout, nn.Linear])
+def test_the_multiplier_goes_on_once_and_off_again(layer):
     def build(w):
-        return nn.Sequential(nn.Linear(3, w), mulo.Readout(w, 4))
+        return nn.Sequential(nn.Linear(3, w), layer(w, 4))
 
-    model = mulo.init_(build(8), roles_of(build), zero_output=False)
-    x = torch.randn(2, 8)
-    plain = nn.functional.linear(x, model[1].weight, model[1].bias)
-    torch.testing.assert_close(model[1](x), plain / 8)
+    model, roles, x = build(8), roles_of(build), torch.randn(2, 8)
+    for rules, factor in ((mup.ALL, 8), (mup.ALL, 8), ((), 1), (("init",), 1), (mup.ALL, 8)):
+        mulo.init_(model, roles, rules=rules, zero_output=False)
+        plain = nn.functional.linear(x, model[1].weight, model[1].bias)
+        torch.testing.assert_close(model[1](x), plain / factor)
+
+
+def test_an_error_comes_before_any_change():
+    def build(w):
+        return nn.Sequential(
+            nn.Linear(3, w), nn.Linear(w, 5), Holder(w=nn.Parameter(torch.ones(4, w)))
+        )
+
+    model = build(8)
+    roles = dict.fromkeys((n for n, _ in model.named_parameters()), "input")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="has no place"):
+        mulo.init_(model, roles | {"1.weight": "output", "2.w": "output"})
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+    assert not model[1]._forward_hooks
 
 
 def test_convolutional_readouts():
@@ -243,10 +262,19 @@ def test_roles_by_hand_and_their_errors():
         roles_of(MLP, width=0)
 
 
-def test_compiled_models_keep_their_roles():
+def test_wrapped_models_keep_their_roles():
     roles = roles_of(MLP)
-    model = torch.compile(MLP(8), backend="eager")
-    assert len(mulo.param_groups(model, roles)) == len(mulo.param_groups(MLP(8), roles))
+    groups = len(mulo.param_groups(MLP(8), roles))
+    compiled = torch.compile(MLP(8), backend="eager")
+    for model in (compiled, nn.DataParallel(compiled), torch.compile(nn.DataParallel(MLP(8)))):
+        assert len(mulo.param_groups(model, roles)) == groups
+
+
+def test_coordinate_check_leaves_running_statistics_alone():
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    before = copy.deepcopy(model.state_dict())
+    mup.coordinate_check(lambda w: (model, lambda: None), torch.randn(5, 3), [8, 16], steps=1)
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
 
 
 def test_frozen_parameters_are_left_out():
