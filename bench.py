@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -161,19 +162,20 @@ def bench_tasks(repeats: int) -> None:
         def __getitem__(self, k: int) -> tuple:
             return (x[k] - mean) / std, images.y[k]
 
-    size, seconds = 4096, {"Images.batch": math.inf, "DataLoader": math.inf}
-    for _ in range(max(1, repeats // 5)):  # in turns; wall time, as the workers are processes
+    size, seconds = 4096, {"Images.batch": [], "DataLoader": []}
+    for _ in range(max(3, repeats // 5)):  # in turns; wall time, as the workers are processes
         start = time.perf_counter()
-        for _ in range(10):
+        for _ in range(11):
             images.batch(generator, size)
-        seconds["Images.batch"] = min(seconds["Images.batch"], (time.perf_counter() - start) / 10)
+        seconds["Images.batch"].append((time.perf_counter() - start) / 11)
         loader = iter(torch.utils.data.DataLoader(Items(), size, shuffle=True, num_workers=2))
-        next(loader)  # the workers have started
+        next(loader)  # the workers have started; 11 full batches remain of the epoch
         start = time.perf_counter()
-        for _ in range(5):
+        for _ in range(11):
             next(loader)
-        seconds["DataLoader"] = min(seconds["DataLoader"], (time.perf_counter() - start) / 5)
+        seconds["DataLoader"].append((time.perf_counter() - start) / 11)
         del loader
+    seconds = {name: statistics.median(took) for name, took in seconds.items()}
     ratio = seconds["DataLoader"] / seconds["Images.batch"]
     print(f"\na batch of {size} images of 3x32x32, drawn and normalised, from 50,000 in memory")
     for name, took in seconds.items():

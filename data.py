@@ -33,6 +33,9 @@ EMBEDDED = Path(__file__).parent / "data" / "fashion10k"
 FASHION = (72.9404,), (90.0212,)
 CIFAR10 = (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
 IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+STATISTICS = {"fashion10k": FASHION, "pixels": FASHION, "fashion": FASHION, "cifar10": CIFAR10}
+STATISTICS |= {"imagenet32": IMAGENET, "imagenet64": IMAGENET}
+GREYS = 16  # levels of grey in the language of pixels
 
 Batch = tuple[Tensor, ...]
 
@@ -194,7 +197,9 @@ def load(
     that everything runs at once: it is not the paper's data, and results on it are not the paper's.
     The others are looked for in data_dir (else $MULO_DATA, else ./data), laid out as published:
     fashion, cifar10, imagenet32, imagenet64 (converted once to .npy there), lm1b; text:<path> is
-    any UTF-8 file as bytes, and teacher is procedural (for other sizes and seeds see `Teacher`).
+    any UTF-8 file as bytes (in data_dir, if it is not where it says). teacher is procedural (for
+    other sizes and seeds see `Teacher`), and pixels is fashion10k as a language: a start token,
+    then seq_len pixels of 16 grey levels in reading order.
 
     `size` pools images; `seq_len` and `tokenizer` (instead of a sentencepiece .model; its ids are
     taken as they come) are for text. partial=True takes fewer files of cifar10 or lm1b than there
@@ -211,28 +216,37 @@ def load(
         raise ValueError(
             f"{name} has no split {split!r}: use {' or '.join(datafiles.SETS[kind][0])}."
         )
-    if size is not None and kind in ("teacher", "lm1b", "text"):
+    if size is not None and kind in ("teacher", "lm1b", "text", "pixels"):
         raise ValueError(f"size={size} is for images and {name} has none: leave it out.")
     root = datafiles.data_dir_or_default(data_dir)
     if kind == "teacher":
         return Teacher(device=device)
     if kind == "text":
-        return Tokens(datafiles.read_text(Path(path)), 256, seq_len, device)
+        found = Path(path) if Path(path).is_file() else root / path
+        return Tokens(datafiles.read_text(found), 256, seq_len, device)
     if kind == "lm1b":
         rows, classes = datafiles.read_lm1b(root / kind, split, seq_len, tokenizer, partial, check)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
-    if kind == "fashion10k":
-        x, y, (mean, std) = *datafiles.read_fashion(kind, EMBEDDED, "t10k", True), FASHION
+    if kind in ("fashion10k", "pixels"):
+        x, y = datafiles.read_fashion("fashion10k", EMBEDDED, "t10k", True)
     elif kind == "fashion":
         prefix = "train" if split == "train" else "t10k"
-        x, y, (mean, std) = (
-            *datafiles.read_fashion(kind, root / "fashion-mnist", prefix, check),
-            FASHION,
-        )
+        x, y = datafiles.read_fashion(kind, root / "fashion-mnist", prefix, check)
     elif kind == "cifar10":
-        x, y, (mean, std) = *datafiles.read_cifar10(root / kind, split, partial, check), CIFAR10
+        x, y = datafiles.read_cifar10(root / kind, split, partial, check)
     else:
-        x, y, (mean, std) = *datafiles.read_imagenet(kind, root / kind, split), IMAGENET
+        x, y = datafiles.read_imagenet(kind, root / kind, split)
+    mean, std = STATISTICS[kind]
     classes = 1000 if kind.startswith("imagenet") else 10
     images = Images(torch.from_numpy(x), torch.from_numpy(y), classes, mean, std)
+    if kind == "pixels":
+        return _pixels(images, seq_len, device)
     return dataclasses.replace(images if size is None else images.pool(size), device=device)
+
+
+def _pixels(images: Images, seq_len: int, device: torch.device | str) -> Tokens:
+    side = math.isqrt(seq_len)
+    if side**2 != seq_len:
+        raise ValueError(f"pixels come in squares, not {seq_len}: make seq_len one, such as 64.")
+    grey = images.pool(side).x.flatten(1).long() * GREYS // 256  # (N, seq_len)
+    return Tokens(F.pad(grey, (1, 0), value=GREYS), GREYS + 1, seq_len, device)

@@ -18,7 +18,6 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,12 +32,16 @@ from checkpoints import write_atomically
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 LM1B_VOCABULARY = 32_000  # the paper's; ids of a tokenizer that is passed must be below
 
-SHA256 = {  # of the files we had in hand; for a .gz, of what is inside, however it was compressed
+SHA256 = {  # of files as published; for a .gz, of what is inside, however it was compressed
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
     "heldout-00000-of-00050": "265dccd51762253e20425c21ff6ddf09e6da2e11a365da399b0390eebb2d52c8",
 }
@@ -63,7 +66,8 @@ GET_CIFAR10 = (
 GET_IMAGENET = "unpack the downsampled npz files of https://image-net.org/download-images there"
 GET_LM1B = f"unpack https://www.statmt.org/lm-benchmark/{LM1B}.tar.gz (or partial=True)"
 SETS = {  # name: (its splits, where its files come from)
-    "fashion10k": (["train"], "restore them from the repository"),
+    "fashion10k": (["train"], "they are in the repository, run from a checkout of it"),
+    "pixels": (["train"], "it is made of fashion10k"),
     "fashion": (["train", "test"], f"`python tasks.py download fashion` gets them from {ZALANDO}"),
     "cifar10": (["train", "test"], GET_CIFAR10),
     "imagenet32": (["train", "val"], GET_IMAGENET),
@@ -75,7 +79,7 @@ SETS = {  # name: (its splits, where its files come from)
 
 
 def data_dir_or_default(data_dir: str | os.PathLike | None) -> Path:
-    return Path(data_dir or os.environ.get("MULO_DATA") or "data")
+    return Path(data_dir or os.environ.get("MULO_DATA") or "data").expanduser()
 
 
 def _bad(path: Path | str, why: str, fix: str = "get it again") -> ValueError:
@@ -114,7 +118,7 @@ def _idx(path: Path, magic: int, check: bool) -> np.ndarray:
             if found != magic:
                 raise _bad(path, f"has magic number {found}, not {magic}")
             content = file.read(math.prod(sizes) + 1)
-    except (EOFError, OverflowError, struct.error, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, MemoryError, OverflowError, struct.error, zlib.error, OSError) as error:
         raise _bad(path, f"is truncated or not gzip ({error})") from error
     if len(content) != math.prod(sizes):
         raise _bad(path, f"does not hold the {sizes} bytes it announces")
@@ -158,7 +162,12 @@ class _Unpickler(pickle.Unpickler):
         raise ImportError(f"{module}.{name}")
 
 
-def _cifar_pickle(path: Path) -> np.ndarray:
+def _check_records(path: Path, n: int, check: bool) -> None:
+    if check and n != 10_000:
+        raise _bad(path, f"has {n} records, not 10000", "get it again or pass check=False")
+
+
+def _cifar_pickle(path: Path, check: bool) -> np.ndarray:
     """A batch of cifar-10-batches-py as the records of the binary version, (N, 3073) uint8."""
     try:
         with open(path, "rb") as file:
@@ -174,6 +183,7 @@ def _cifar_pickle(path: Path) -> np.ndarray:
     y = _check_labels(path, y, 0, 9)
     if x.shape != (len(y), 3072):
         raise _bad(path, f"has data {x.shape} for {len(y)} labels")
+    _check_records(path, len(y), check)
     return np.concatenate([y[:, None].astype(np.uint8), x], 1)
 
 
@@ -184,6 +194,7 @@ def _cifar_binary(path: Path, check: bool) -> np.ndarray:
         raise _bad(path, f"has {len(content)} bytes, not records of 3073")
     _check_content(path, content, check)
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+    _check_records(path, len(records), check)
     _check_labels(path, records[:, 0], 0, 9)
     return records
 
@@ -194,7 +205,8 @@ def read_cifar10(
     names = ["test_batch"] if split == "test" else [f"data_batch_{k}" for k in range(1, 6)]
     binary, python = folder / "cifar-10-batches-bin", folder / "cifar-10-batches-py"
     if python.is_dir() and not binary.is_dir():
-        parts = [_cifar_pickle(path) for path in _present("cifar10", python, names, partial)]
+        paths = _present("cifar10", python, names, partial)
+        parts = [_cifar_pickle(path, check) for path in paths]
     else:
         paths = _present("cifar10", binary, [f"{name}.bin" for name in names], partial)
         parts = [_cifar_binary(path, check) for path in paths]
@@ -205,8 +217,8 @@ def read_cifar10(
 def _npz(path: Path, name: str) -> np.ndarray:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return arrays[name]
-    except (ValueError, KeyError, TypeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            return np.asarray(arrays[name])
+    except Exception as error:  # a damaged zip can raise anything
         raise _bad(path, f"has no readable array {name!r} ({error})") from error
 
 
@@ -231,12 +243,18 @@ def read_imagenet(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.n
 
         write_atomically(y_path, lambda file: np.save(file, y))
         write_atomically(x_path, write)  # last: when it is there, both are
+    anew = f"delete it and {x_path.name}, so that both are made anew from the .npz files"
     try:
-        x, y = np.load(x_path, mmap_mode="c"), np.load(y_path)  # "c": torch wants it writable
-    except (ValueError, EOFError, OSError) as error:
-        raise _bad(x_path, f"is damaged ({error})", "delete it, so that it is made anew") from error
-    if x.shape != (len(y), 3, side, side) or x.dtype != np.uint8:
-        raise _bad(x_path, f"is {x.dtype} {x.shape}", "delete it, so that it is made anew")
+        y = _check_labels(y_path, np.load(y_path), 0, 999)
+    except Exception as error:
+        raise _bad(y_path, f"is damaged ({error})", anew) from error
+    try:
+        x = np.load(x_path, mmap_mode="c")  # "c": torch wants it writable
+        shape, dtype = x.shape, x.dtype
+    except Exception as error:
+        raise _bad(x_path, f"is damaged ({error})", anew) from error
+    if shape != (len(y), 3, side, side) or dtype != np.uint8:
+        raise _bad(x_path, f"is {dtype} {shape}", anew)
     return x, y
 
 
@@ -262,7 +280,8 @@ def read_lm1b(
 ) -> tuple[np.ndarray, int]:
     """Rows of seq_len + 1 ids, cropped or padded with -1, and the size of the vocabulary.
 
-    What sentencepiece makes is kept in a file, named after all that it depends on, and mapped.
+    What sentencepiece makes is kept in a file, named after the model, seq_len and the files' names
+    and sizes, and mapped.
     """
     if split == "train":
         texts, files = "training", [f"news.en-{k:05}-of-00100" for k in range(1, 100)]
@@ -283,11 +302,17 @@ def read_lm1b(
                     raise _bad(path, f"got token ids beyond {classes - 1}", "fix the tokenizer")
                 yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
 
-    if cache is None:
-        return np.stack(list(rows())), classes
-    if not cache.is_file():
-        write_atomically(cache, lambda file: file.writelines(rows()))
-    return np.memmap(cache, np.int32, "c").reshape(-1, seq_len + 1), classes
+    if cache is None or not cache.is_file():
+        made = list(rows()) if cache is None else rows()
+        if cache is None:
+            if not made:
+                raise _bad(where, "has files without a sentence")
+            return np.stack(made), classes
+        write_atomically(cache, lambda file: file.writelines(made))
+    n, rest = divmod(cache.stat().st_size, 4 * (seq_len + 1))
+    if not n or rest:
+        raise _bad(cache, "is empty or cut short", "delete it, so that it is made anew")
+    return np.memmap(cache, np.int32, "c").reshape(n, seq_len + 1), classes
 
 
 def _sentencepiece(folder: Path) -> tuple[Callable[[str], list[int]], int, str]:
@@ -341,10 +366,11 @@ def _fetch(url: str, path: Path, md5: str) -> None:
         with urllib.request.urlopen(request, timeout=60) as response:
             if not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
                 have = 0  # the server sends the whole file
-            total = have + int(response.headers.get("Content-Length", 0))
+            length = response.headers.get("Content-Length", "")
+            total = have + (int(length) if length.isdigit() else 0)
             bar = tqdm(desc=path.name, total=total or None, initial=have, unit="B", unit_scale=True)
             with open(part, "ab" if have else "wb") as file, bar:
-                while block := response.read(1 << 20):
+                while block := response.read1(1 << 20):  # what has come, not a full block
                     file.write(block)
                     bar.update(len(block))
         if part.stat().st_size < total:
@@ -353,7 +379,7 @@ def _fetch(url: str, path: Path, md5: str) -> None:
         if not have or getattr(error, "code", None) != 416:  # 416: the part is the whole file
             problem = error
     if problem:
-        raise OSError(f"{url}: {problem}: download again, it goes on from what has come.")
+        raise OSError(f"{url}: {problem}: ask again, a transfer that stopped goes on.")
     if _md5(part) != md5:
         part.unlink()
         raise _bad(url, f"came with the wrong checksum (md5 is not {md5})", "it was deleted")

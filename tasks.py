@@ -12,7 +12,8 @@
 Paper: the table "Meta-testing settings" and the ResNet table. A name is kind, width and depth; any
 width and depth will do. Kinds without a prefix for their data are the paper's: vit and resnet on
 ImageNet at 32x32, lm on LM1B. Desk kinds are the same models on data that ships with the code.
-Models are the same code in SP and μP: `rules` says which of μP's rules are on.
+Tasks are the same code in SP and μP: `rules` says which of μP's rules are on. The models themselves
+are in `models.py`, the data sets in `data.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import re
 import sys
-from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,168 +36,12 @@ from torch.func import functional_call
 import data
 import datafiles
 import mup
-
-# ---------------------------------------------------------------- models
-
-
-class Linear(nn.Linear):
-    """A linear layer whose parameters may be stacked, (P, out, in): it then takes x (P, b, in)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.weight.ndim == 2:
-            return super().forward(x)
-        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
-
-
-class MLP(nn.Module):
-    """`depth` weight layers, as the paper counts: input, depth - 2 hidden, output; ReLU between."""
-
-    def __init__(self, inputs: int, classes: int, width: int, depth: int):
-        super().__init__()
-        sizes = [inputs, *[width] * (depth - 1)]
-        self.layers = nn.ModuleList(map(Linear, sizes[:-1], sizes[1:]))
-        self.head = Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:  # ([P,] b, ...) -> ([P,] b, classes)
-        x = x.flatten(self.head.weight.ndim - 1)
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.head(x)
-
-
-class Attention(nn.Module):
-    """Self-attention with logits over d_head under μP, over its root in SP (DIVERGES: unsaid).
-
-    d_head is width // heads: where heads do not divide the width, as in the paper's deep tasks
-    (3 heads of 1024), the inner width is the multiple below it.
-    """
-
-    def __init__(self, width: int, heads: int, causal: bool, scale_power: float):
-        super().__init__()
-        self.heads, self.causal, self.d_head = heads, causal, width // heads
-        self.scale = self.d_head**scale_power
-        self.qkv = nn.Linear(width, 3 * heads * self.d_head, bias=False)
-        self.proj = nn.Linear(heads * self.d_head, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # (b, t, width)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.d_head)).permute(2, 0, 3, 1, 4)
-        logits = q @ k.mT * self.scale  # (b, heads, t, t)
-        if self.causal:
-            t = x.shape[1]
-            above = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
-            logits = logits.masked_fill(above, -math.inf)
-        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int, ffn: int, causal: bool, scale_power: float):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal, scale_power)
-        self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class ViT(nn.Module):
-    """Patches, learned positions, blocks, the mean over tokens, a linear head."""
-
-    def __init__(
-        self,
-        shape: tuple,
-        classes: int,
-        width: int,
-        depth: int,
-        heads: int,
-        patch: int,
-        power: float,
-    ):
-        super().__init__()
-        channels, height, across = shape
-        self.patch = nn.Conv2d(channels, width, patch, stride=patch)
-        self.positions = nn.Embedding((height // patch) * (across // patch), width)
-        self.blocks = nn.ModuleList(
-            Block(width, heads, 4 * width, False, power) for _ in range(depth)
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:  # (b, channels, height, width)
-        x = self.patch(x).flatten(2).mT + self.positions.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(1))
-
-
-class LM(nn.Module):
-    """A decoder-only transformer over tokens; the readout is not tied to the embedding."""
-
-    def __init__(
-        self, vocabulary: int, length: int, width: int, depth: int, heads: int, power: float
-    ):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(
-            Block(width, heads, 4 * width, True, power) for _ in range(depth)
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:  # (b, t) -> (b, t, vocabulary)
-        x = self.tokens(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class ResidualBlock(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.GroupNorm(GROUPS, outputs), nn.GroupNorm(GROUPS, outputs)
-        same = inputs == outputs and stride == 1
-        self.skip = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(self.norm1(self.conv1(x)).relu())
-        return (self.norm2(y) + self.skip(x)).relu()
-
-
-GROUPS = 4
-
-
-class ResNet(nn.Module):
-    """ResNet-18 for small images (3x3 stem, no pooling); `width` is the channels of its last stage.
-
-    The paper gives widths only. GroupNorm, not BatchNorm: running statistics are state outside the
-    parameters, which neither functional calls nor stacked particles can share or restore.
-    """
-
-    def __init__(self, channels: int, classes: int, width: int):
-        super().__init__()
-        stages = [width // 8, width // 4, width // 2, width]
-        self.stem = nn.Conv2d(channels, stages[0], 3, padding=1, bias=False)
-        self.norm = nn.GroupNorm(GROUPS, stages[0])
-        blocks = []
-        for k, (inputs, outputs) in enumerate(zip([stages[0], *stages], stages, strict=False)):
-            blocks += [ResidualBlock(inputs, outputs, 1 if k == 0 else 2)]
-            blocks += [ResidualBlock(outputs, outputs, 1)]
-        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.norm(self.stem(x)).relu())
-        return self.head(x.mean((2, 3)))
-
-
-# ---------------------------------------------------------------- tasks
+from models import LM, MLP, ResNet, ViT
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One optimizee and its data. `get` makes them from names."""
+    """One optimizee, its parametrization and its data. `get` makes them from names."""
 
     name: str
     family: str  # "mlp", "vit", "lm" or "resnet"
@@ -208,10 +54,22 @@ class Task:
     heads: int = 0
     patch: int = 0
     size: int | None = None  # images are pooled to this size
+    rules: tuple[str, ...] = mup.ALL  # μP; () is SP
 
-    def build(self, width: int | None = None, rules: Iterable[str] = mup.ALL) -> nn.Module:
-        """The bare model at any width, as torch initialises it; see `model` for one to train."""
-        w, power = width or self.width, -1.0 if "multiplier" in tuple(rules) else -0.5
+    def __post_init__(self):
+        least = {"mlp": 2, "resnet": 18}.get(self.family, 1)
+        most = 18 if self.family == "resnet" else math.inf
+        if not least <= self.depth <= most:
+            raise ValueError(f"{self.name} cannot have depth {self.depth}: use {least} or more.")
+        if self.width < max(1, self.heads) or (self.family == "resnet" and self.width % 32):
+            raise ValueError(
+                f"{self.name} cannot be {self.width} wide: a resnet's width is a multiple of 32, "
+                "a transformer's at least its number of heads."
+            )
+
+    def build(self, width: int | None = None) -> nn.Module:
+        """The bare model at any width, to infer roles from; see `model` for one to train."""
+        w, power = width or self.width, -1.0 if "multiplier" in self.rules else -0.5
         if self.family == "mlp":
             return MLP(math.prod(self.shape), self.classes, w, self.depth)
         if self.family == "vit":
@@ -221,37 +79,34 @@ class Task:
             return LM(self.classes, self.shape[0], w, self.depth, self.heads, power)
         return ResNet(self.shape[0], self.classes, w)
 
-    @functools.cache  # noqa: B019 - tasks are few and small
     def roles(self) -> dict[str, str]:
-        return mup.infer_roles(self.build, self.width)
+        return dict(_roles(self))
 
-    def skeleton(self, rules: Iterable[str] = mup.ALL) -> nn.Module:
+    def skeleton(self) -> nn.Module:
         """The model without memory, on the meta device, to be called with parameters."""
         with torch.device("meta"):
-            model = self.build(rules=rules)
-        mup.multiply_outputs_(model, self.roles(), rules)
+            model = self.build()
+        mup.multiply_outputs_(model, self.roles(), self.rules)
         return model
 
     def init(
         self,
         particles: int,
         generator: torch.Generator,
-        rules: Iterable[str] = mup.ALL,
         zero_output: bool = True,
     ) -> dict[str, Tensor]:
         """Initial parameters of `particles` nets, (particles, ...) each, on the generator's device.
 
-        By role as in mup.init_. Biases are N(0, 1) under μP and zero in SP, as in the paper's code.
+        By role as in mup.init_, but biases are the paper's code's: N(0, 1) under μP, zero in SP.
         """
-        rules, roles, device = tuple(rules), self.roles(), generator.device
-        params = {}
-        for w in mup.weights_of(self.skeleton(rules)):
+        roles, params = self.roles(), {}
+        for w in mup.weights_of(self.skeleton()):
             role = roles[w.name]
             if w.kind == "vector":
-                std = float("init" in rules and isinstance(w.module, mup.LAYERS))
+                std = float("init" in self.rules and isinstance(w.module, mup.LAYERS))
             else:
-                std = w.fan_in ** (mup.power(role, "init", rules) / 2)
-            p = torch.zeros(particles, *w.param.shape, device=device)
+                std = w.fan_in ** (mup.power(role, "init", self.rules) / 2)
+            p = torch.zeros(particles, *w.param.shape, device=generator.device)
             if isinstance(w.module, mup.NORMS) and w.name.endswith("weight"):
                 p += 1
             elif std and not (role == "output" and zero_output):
@@ -259,15 +114,10 @@ class Task:
             params[w.name] = p
         return params
 
-    def model(
-        self,
-        generator: torch.Generator,
-        rules: Iterable[str] = mup.ALL,
-        zero_output: bool = True,
-    ) -> nn.Module:
+    def model(self, generator: torch.Generator, zero_output: bool = True) -> nn.Module:
         """One net, initialised, ready for an Optimizer."""
-        params = self.init(1, generator, rules, zero_output)
-        model = self.skeleton(rules).to_empty(device=generator.device)
+        params = self.init(1, generator, zero_output)
+        model = self.skeleton().to_empty(device=generator.device)
         model.load_state_dict({name: p[0] for name, p in params.items()})
         return model
 
@@ -275,9 +125,13 @@ class Task:
         """The data set: see data.load for where it is looked for and for the options."""
         if self.family == "lm":
             options["seq_len"] = self.shape[0]
-        if self.dataset == "pixels":
-            return pixels(self.shape[0], self.classes, device)
-        return data.load(self.dataset, data_dir, device, size=self.size, **options)
+        found = data.load(self.dataset, data_dir, device, size=self.size, **options)
+        if (found.shape, found.classes) != (self.shape, self.classes):
+            raise ValueError(
+                f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
+                f"{self.dataset} has {found.shape} and {found.classes}: change one of the two."
+            )
+        return found
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Mean cross-entropy of (x, y), or of (tokens, targets, mask): padding does not count."""
@@ -288,13 +142,13 @@ class Task:
         params: dict[str, Tensor],  # (P, ...) each
         batch: tuple[Tensor, ...],  # (P, b, ...) each, or (b, ...) if shared
         shared: bool = False,
-        rules: Iterable[str] = mup.ALL,
     ) -> Tensor:
         """The loss of every particle, (P,): sum them and differentiate, they do not interact.
 
-        An MLP takes its parameters stacked; the other families go through vmap, which costs more.
+        An MLP takes its parameters stacked, several times faster than a loop; the other families go
+        through vmap, which on a CPU takes about as long as a loop.
         """
-        model = _skeleton(self, tuple(rules))
+        model = _skeleton(self)
         if self.family == "mlp":
             P = len(next(iter(params.values())))
             x, y = (b.expand(P, *b.shape) for b in batch) if shared else batch
@@ -308,8 +162,13 @@ class Task:
 
 
 @functools.cache
-def _skeleton(task: Task, rules: tuple[str, ...]) -> nn.Module:
-    return task.skeleton(rules)
+def _roles(task: Task) -> dict[str, str]:
+    return mup.infer_roles(task.build, task.width)
+
+
+@functools.cache
+def _skeleton(task: Task) -> nn.Module:
+    return task.skeleton()
 
 
 def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -320,32 +179,36 @@ def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Ten
     return (losses * mask).sum() / mask.sum().clamp_min(1)
 
 
-def pixels(length: int, vocabulary: int, device: str = "cpu") -> data.Tokens:
-    """The embedded images as a language: a start token, then `length` pixels in reading order."""
-    levels = vocabulary - 1
-    images = data.load("fashion10k", size=math.isqrt(length))
-    grey = images.x.flatten(1).long() * levels // 256
-    return data.Tokens(F.pad(grey, (1, 0), value=levels), vocabulary, length, device)
+class Kind(NamedTuple):
+    """What tasks of one kind share; width and depth complete them."""
+
+    family: str
+    dataset: str
+    shape: tuple[int, ...]
+    classes: int
+    batch_size: int
+    patch: int = 0
+    size: int | None = None
 
 
-# kind: (family, data set, input shape, classes, batch size, depth, more). Paper, table of tasks;
-# the patch size of the ViT and the ResNet's batch size are ours, the paper does not give them.
+# The paper's table of tasks, then desk kinds. The patch size of the ViT, the ResNet's batch size
+# and the sequence length of the deep LM are ours: the paper does not give them.
 KINDS = {
-    "in32_mlp": ("mlp", "imagenet32", (3, 32, 32), 1000, 4096, 3, {}),
-    "in64_mlp": ("mlp", "imagenet64", (3, 64, 64), 1000, 4096, 3, {}),
-    "c10_mlp": ("mlp", "cifar10", (3, 32, 32), 10, 4096, 3, {}),
-    "vit": ("vit", "imagenet32", (3, 32, 32), 1000, 1024, 3, {"patch": 4}),
-    "lm": ("lm", "lm1b", (64,), 32_000, 128, 3, {}),
-    "resnet": ("resnet", "imagenet32", (3, 32, 32), 1000, 128, 18, {}),
-    "fashion_mlp": ("mlp", "fashion10k", (1, 28, 28), 10, 128, 3, {}),
-    "fashion8_mlp": ("mlp", "fashion10k", (1, 8, 8), 10, 64, 3, {"size": 8}),
-    "teacher_mlp": ("mlp", "teacher", (64,), 10, 64, 3, {}),
-    "fashion_vit": ("vit", "fashion10k", (1, 14, 14), 10, 64, 3, {"size": 14, "patch": 2}),
-    "pixels_lm": ("lm", "pixels", (64,), 17, 64, 3, {}),  # 16 grey levels and a start token
-    "fashion_resnet": ("resnet", "fashion10k", (1, 14, 14), 10, 64, 18, {"size": 14}),
-    "c10_vit": ("vit", "cifar10", (3, 32, 32), 10, 128, 3, {"patch": 4}),
-    "c10_resnet": ("resnet", "cifar10", (3, 32, 32), 10, 128, 18, {}),
-    "text_lm": ("lm", "text:input.txt", (64,), 256, 64, 3, {}),
+    "in32_mlp": Kind("mlp", "imagenet32", (3, 32, 32), 1000, 4096),
+    "in64_mlp": Kind("mlp", "imagenet64", (3, 64, 64), 1000, 4096),
+    "c10_mlp": Kind("mlp", "cifar10", (3, 32, 32), 10, 4096),
+    "vit": Kind("vit", "imagenet32", (3, 32, 32), 1000, 1024, patch=4),
+    "lm": Kind("lm", "lm1b", (64,), 32_000, 128),
+    "resnet": Kind("resnet", "imagenet32", (3, 32, 32), 1000, 128),
+    "fashion_mlp": Kind("mlp", "fashion10k", (1, 28, 28), 10, 128),
+    "fashion8_mlp": Kind("mlp", "fashion10k", (1, 8, 8), 10, 64, size=8),
+    "teacher_mlp": Kind("mlp", "teacher", (64,), 10, 64),
+    "fashion_vit": Kind("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2, size=14),
+    "pixels_lm": Kind("lm", "pixels", (64,), data.GREYS + 1, 64),
+    "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64, size=14),
+    "c10_vit": Kind("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
+    "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
+    "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),
 }
 WIDTHS = {
     "in32_mlp": (128, 256, 512, 1024, 2048, 4096, 8192),
@@ -379,25 +242,20 @@ def default_heads(width: int) -> int:
 def get(name: str, **changes) -> Task:
     """The task of this name, such as in32_mlp_w128_d3 or resnet_w128; `changes` replace its fields.
 
-    get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes of any UTF-8 file.
+    get(name, rules=()) is SP; get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes of
+    any UTF-8 file.
     """
     match = re.fullmatch(r"(\w+?)_w(\d+)(?:_d(\d+))?", name)
     kind = match and KINDS.get(match[1])
-    if not kind or (kind[0] == "resnet") == (match[3] is not None):
+    if not kind or (kind.family == "resnet") == (match[3] is not None):
         near = difflib.get_close_matches(name, PAPER + DESK, 1, 0.3)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown task {name!r}: {hint}`python tasks.py` lists them all.")
-    family, dataset, shape, classes, batch_size, depth, more = kind
-    width, depth = int(match[2]), int(match[3] or depth)
-    least = {"mlp": 2, "resnet": 18}.get(family, 1)
-    if depth < least or width < 1 or (family == "resnet" and width % 32):
-        raise ValueError(
-            f"task {name!r} cannot be built: depth is at least {least}, "
-            "and a resnet's width a multiple of 32."
-        )
-    heads = default_heads(width) if family in ("vit", "lm") else 0
-    task = Task(name, family, dataset, width, depth, shape, classes, batch_size, heads, **more)
-    return dataclasses.replace(task, **(DEEP.get(name, {}) | changes))
+    width = int(match[2])
+    fields = {"name": name, "width": width, "depth": int(match[3] or 18)} | kind._asdict()
+    if kind.family in ("vit", "lm"):
+        fields["heads"] = default_heads(width)
+    return Task(**(fields | DEEP.get(name, {}) | changes))
 
 
 # ---------------------------------------------------------------- command line
@@ -429,17 +287,21 @@ def _show(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The tasks that learned optimizers train.")
     parser.add_argument("what", nargs="*", help="a task's name, or: download DATASET")
-    parser.add_argument("--data-dir", help="where data is (default: $MULO_DATA, else ./data)")
+    parser.add_argument(
+        "--data-dir", help="where to download to (default: $MULO_DATA, else ./data)"
+    )
     args = parser.parse_args()
     try:
         if not args.what:
             _list()
         elif args.what[0] == "download" and len(args.what) == 2:
             datafiles.download(args.what[1], args.data_dir)
-        elif len(args.what) == 1:
+        elif len(args.what) == 1 and args.what[0] != "download":
             _show(args.what[0])
         else:
             parser.error("give a task's name, or: download DATASET")
+    except BrokenPipeError:  # `python tasks.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"tasks.py: {error}")
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -311,7 +312,7 @@ def test_cifar_python_layout(tmp_path, writer):
         x = np.asfortranarray(X4) if writer == "fortran" else X4
         content = pickle.dumps({"data": x, "labels": y, "filenames": ["a"]}, protocol=2)
     python_batches(tmp_path, content)
-    d = data.load("cifar10", tmp_path, partial=True)
+    d = data.load("cifar10", tmp_path, partial=True, check=False)
     assert np.array_equal(d.x.numpy().reshape(4, -1), X4)
     assert d.y.tolist() == y
     with pytest.raises(FileNotFoundError, match="cifar-10-batches-py lacks data_batch_2, data_b"):
@@ -899,6 +900,62 @@ def test_unpacking_stays_in_its_folder(server, tmp_path, monkeypatch):
         datafiles.download("cifar10", tmp_path / "root", server.url)
     assert not list(tmp_path.rglob("outside"))
     assert names(tmp_path / "root/cifar10") == [TAR]
+
+
+def test_cut_cifar_batches_are_refused(tmp_path):
+    """Cut between records: the size is a multiple of a record's, but not 10,000 of them."""
+    folder = tmp_path / "cifar10/cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    for name in ALL:
+        (folder / name).write_bytes(bytes(3073 * 7))
+    with refused("data_batch_1.bin", "differs from the published file"):
+        data.load("cifar10", tmp_path)
+    assert len(data.load("cifar10", tmp_path, check=False)) == 35
+    path = tmp_path / "cifar10/cifar-10-batches-py/data_batch_1"
+    folder.rename(tmp_path / "away")
+    path.parent.mkdir()
+    path.write_bytes(pickle.dumps({"data": np.zeros((4, 3072), np.uint8), "labels": [0] * 4}, 2))
+    with refused("data_batch_1 has 4 records, not 10000"):
+        data.load("cifar10", tmp_path, partial=True)
+
+
+@pytest.mark.parametrize("bad", [b"", b"junk", bytes(200)])
+def test_damaged_conversions_are_refused(tmp_path, bad):
+    """What was once converted is checked as the published files are."""
+    folder = tmp_path / "imagenet32"
+    folder.mkdir()
+    np.save(folder / "val_x.npy", np.zeros((2, 3, 32, 32), np.uint8))
+    np.save(folder / "val_y.npy", np.array([5, 999]))
+    assert len(data.load("imagenet32", tmp_path, split="val")) == 2
+    for y in (np.array([5000, -3]), np.array([0.5, 1.0]), np.zeros((2, 2), int), np.array(3)):
+        np.save(folder / "val_y.npy", y)
+        with refused("val_y.npy is damaged", "delete it"):
+            data.load("imagenet32", tmp_path, split="val")
+    np.save(folder / "val_y.npy", np.array([5, 999]))
+    (folder / "val_x.npy").write_bytes(bad)
+    with refused("val_x.npy is damaged", "delete it"):
+        data.load("imagenet32", tmp_path, split="val")
+
+
+@pytest.mark.parametrize("member", [b"not an array", b""])
+def test_npz_members_that_are_no_arrays(tmp_path, member):
+    folder = tmp_path / "imagenet32"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "val_data.npz", "w") as z:
+        z.writestr("labels.npy", member)
+        z.writestr("data.npy", member)
+    with refused("val_data.npz"):
+        data.load("imagenet32", tmp_path, split="val")
+
+
+def test_giant_idx_is_refused(tmp_path):
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    head = struct.pack(">4I", 2051, 2**20, 1024, 1024)
+    for name in ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"):
+        (folder / name).write_bytes(gzip.compress(head))
+    with refused("train-images-idx3-ubyte.gz"):
+        data.load("fashion", tmp_path)
 
 
 def test_published_checksums():

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from golden_files import SMALL_FC, VELO, Golden, run, to_torch_layout
-from models import MLP, ConvNet, loss_of, task
 from torch import nn
+from user_models import MLP, ConvNet, loss_of, task
 
 import mulo
 from lo import LOConfig

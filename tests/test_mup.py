@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import MLP, ConvNet, Transformer, loss_of, task
 from torch import nn
+from user_models import MLP, ConvNet, Transformer, loss_of, task
 
 import mulo
 import mup

@@ -80,7 +80,8 @@ def test_the_papers_table():
         assert sum(p.numel() for p in model.parameters()) == count, name
         assert all(p.is_meta for p in model.parameters())
         assert (task.batch_size, task.heads, task.dataset) == (batch_size, heads, dataset), name
-        assert task.shape == ((64,) if "lm" in name and "mlp" not in name else task.shape)
+        side = 64 if "in64" in name else 32
+        assert task.shape == ((64,) if name.startswith("lm") else (3, side, side)), name
 
 
 def test_shapes_of_one_of_each():
@@ -117,8 +118,9 @@ def test_any_width_and_depth():
         ("in32_mlp_w128", "did you mean 'in32_mlp_w128_d3'"),
         ("resnet_w128_d3", "did you mean 'resnet_w128'"),
         ("", "`python tasks.py` lists them all"),
-        ("c10_mlp_w64_d1", "depth is at least 2"),
-        ("fashion_resnet_w40", "multiple of 32"),
+        ("c10_mlp_w64_d1", "c10_mlp_w64_d1 cannot have depth 1: use 2 or more"),
+        ("fashion_resnet_w40", "cannot be 40 wide: a resnet's width is a multiple of 32"),
+        ("vit_w0_d3", "cannot be 0 wide"),
     ],
 )
 def test_names_that_are_wrong(name, message):
@@ -134,8 +136,9 @@ def test_roles_and_init(name):
     assert [n for n, role in roles.items() if role == "output"] == ["head.weight"]
     hidden = {n for n, role in roles.items() if role == "hidden"}
     for rules in (mup.ALL, ()):
-        params = task.init(8, seeded(), rules, zero_output=False)
-        for w in mup.weights_of(task.skeleton(rules)):
+        task = tasks.get(name, rules=rules)
+        params = task.init(8, seeded(), zero_output=False)
+        for w in mup.weights_of(task.skeleton()):
             p = params[w.name]
             assert p.shape == (8, *w.param.shape)
             if isinstance(w.module, mup.NORMS):
@@ -147,6 +150,7 @@ def test_roles_and_init(name):
                 power = {"output": 0}.get(roles[w.name], -1) if rules else -1
                 assert float(p.var()) == pytest.approx(w.fan_in**power, rel=0.25), w.name
         assert not torch.equal(params["head.weight"][0], params["head.weight"][1])
+    task = tasks.get(name)
     assert not task.init(2, seeded())["head.weight"].any()
     scales = {
         id(p): g["scale"] for g in mulo.param_groups(task.skeleton(), roles) for p in g["params"]
@@ -162,7 +166,7 @@ def test_roles_and_init(name):
 
 def test_attention_scale():
     assert tasks.get("vit_w64_d1").skeleton().blocks[0].attention.scale == 1 / 64
-    assert tasks.get("vit_w64_d1").skeleton(()).blocks[0].attention.scale == 1 / 8
+    assert tasks.get("vit_w64_d1", rules=()).skeleton().blocks[0].attention.scale == 1 / 8
 
 
 def test_the_lm_is_causal_and_padding_does_not_count():
@@ -180,6 +184,26 @@ def test_the_lm_is_causal_and_padding_does_not_count():
     expected = nn.functional.cross_entropy(before[:, :30].flatten(0, 1), targets[:, :30].flatten())
     torch.testing.assert_close(loss, expected)
     assert task.loss(model, (x, targets, torch.zeros(3, 64, dtype=torch.bool))) == 0
+
+
+def test_data_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"takes inputs \(1, 28, 28\).*has \(1, 14, 14\)"):
+        tasks.get("fashion_mlp_w16_d3", size=14).data()
+    with pytest.raises(ValueError, match="of 3 classes, but teacher has"):
+        tasks.get("teacher_mlp_w16_d3", classes=3).data()
+
+
+def test_text_is_looked_for_in_data_dir(tmp_path):
+    (tmp_path / "input.txt").write_text("to be or not to be " * 20)
+    tokens, _, _ = tasks.get("text_lm_w32_d1").data(tmp_path).batch(seeded(), 3)
+    assert tokens.shape == (3, 64)
+    with pytest.raises(FileNotFoundError, match=r"book\.txt"):
+        tasks.get("text_lm_w32_d1", dataset="text:book.txt").data(tmp_path)
+
+
+def test_roles_are_ours_to_edit():
+    tasks.get("fashion_mlp_w16_d3").roles()["head.weight"] = "hidden"
+    assert tasks.get("fashion_mlp_w16_d3").roles()["head.weight"] == "output"
 
 
 def test_pixels():
@@ -216,17 +240,22 @@ def test_stacked_is_a_loop(name, shared):
             torch.testing.assert_close(g[k], p.grad, rtol=1e-5, atol=1e-9, msg=n)
 
 
-def test_stacked_in_float32():
-    task = tasks.get("fashion8_mlp_w64_d3")
-    batch = task.data().batch(seeded(1), 64, 4)
-    params = task.init(4, seeded(), zero_output=False)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stacked_in_float32(name):
+    """Losses and gradients to 1e-5 of a tensor's own gradient."""
+    task = tasks.get(name)
+    batch = task.data().batch(seeded(1), 16, 4)
+    params = {n: p.requires_grad_() for n, p in task.init(4, seeded(), zero_output=False).items()}
     losses = task.losses(params, batch)
+    grads = torch.autograd.grad(losses.sum(), list(params.values()))
     for k in range(4):
         model = task.skeleton().to_empty(device="cpu")
-        model.load_state_dict({n: p[k] for n, p in params.items()})
-        torch.testing.assert_close(
-            losses[k], task.loss(model, tuple(b[k] for b in batch)), rtol=1e-5, atol=0
-        )
+        model.load_state_dict({n: p[k].detach() for n, p in params.items()})
+        loss = task.loss(model, tuple(b[k] for b in batch))
+        loss.backward()
+        torch.testing.assert_close(losses[k], loss, rtol=1e-5, atol=0)
+        for (n, p), g in zip(model.named_parameters(), grads, strict=True):
+            assert float((g[k] - p.grad).norm()) <= 1e-5 * float(p.grad.norm()) + 1e-9, n
 
 
 @pytest.mark.parametrize("name", ["fashion_mlp_w16_d3", "teacher_mlp_w16_d3", *FAMILIES])
@@ -247,10 +276,10 @@ def test_desk_tasks_learn(name):
 
 
 CHECKS = {  # kind: widths, batch, repeats, more
-    "fashion8_mlp_w{}_d3": ([64, 128, 256, 512], 64, 1, {}),
-    "fashion_vit_w{}_d2": ([128, 256, 512], 16, 1, {"heads": 2}),
-    "pixels_lm_w{}_d2": ([64, 128, 256], 8, 1, {"heads": 2}),
-    "fashion_resnet_w{}": ([64, 512], 32, 4, {}),
+    "fashion8_mlp_w{}_d3": ([64, 128, 256, 512], 64, 4, {}),
+    "fashion_vit_w{}_d2": ([128, 512], 16, 4, {"heads": 2}),
+    "pixels_lm_w{}_d2": ([64, 256], 8, 10, {"heads": 2}),
+    "fashion_resnet_w{}": ([64, 512], 32, 6, {}),
 }
 
 
@@ -265,8 +294,8 @@ def test_coordinate_check_with_adam(kind):
         seeds = itertools.count()
 
         def setup(width, rules=rules, lr=lr, seeds=seeds):
-            task = tasks.get(kind.format(width), **more)
-            model = task.model(seeded(next(seeds)), rules)
+            task = tasks.get(kind.format(width), rules=rules, **more)
+            model = task.model(seeded(next(seeds)))
             groups = mulo.param_groups(model, task.roles(), rules)
             opt = torch.optim.Adam([{"params": g["params"], "lr": lr * g["scale"]} for g in groups])
 
@@ -277,7 +306,7 @@ def test_coordinate_check_with_adam(kind):
 
             return model, train
 
-        result = mup.coordinate_check(setup, b[0], widths, steps=2, repeats=repeats)
+        result = mup.coordinate_check(setup, b[0], widths, steps=3, repeats=repeats)
         worst[rules] = max(float(s.abs().max()) for s in result.slopes.values())
     assert worst[mup.ALL] <= 0.1
     assert worst[()] > 0.4
@@ -298,3 +327,4 @@ def test_command_line():
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("tasks.py: unknown task 'mlp'")
     assert run("download", "imagenet32").returncode == 1
+    assert "give a task's name, or: download DATASET" in run("download").stderr
