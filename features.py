@@ -1,6 +1,6 @@
 """What a learned optimizer sees: accumulators, per-parameter features, per-tensor features.
 
-Pure functions, tensors in and tensors out; no network, no muP, no Optimizer. Paper: appendix A.1
+Pure functions, tensors in and tensors out; no network, no μP, no Optimizer. Paper: appendix A.1
 ("input, output, update and scaling") and the three feature tables. Read this file first, then
 `lo.py` (the networks and the step), `mup.py` (the rules) and `mulo.py` (the Optimizer).
 
@@ -198,17 +198,14 @@ def scales(V_mean: Tensor, r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: boo
         pair = (c.new_ones((1,) * c.ndim), col) if dims is None else (row, col)
         return Scales(_safe(V_mean), _safe(V_mean, 1e-8), _safe(V_mean, 1e-2), pair, pair)
     e6, e9 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-9))
-    at_least_e9 = (
-        (lambda x: torch.maximum(x, e9)) if isinstance(e9, Tensor) else (lambda x: x.clamp_min(e9))
-    )
     eps_V = trailing(1e-6 * eps.scale, V_mean.ndim)
     if dims is not None:
         r_mean = r.mean(dims[0], True)  # over d1: one per decay and batch index
-        pair = at_least_e9(r / (r_mean + e9)).rsqrt(), at_least_e9(c).rsqrt()
+        pair = (r / (r_mean + e9)).clamp(min=e9).rsqrt(), c.clamp(min=e9).rsqrt()
         return Scales(1.0, eps_V, eps_V, pair, pair)
     one = c.new_ones((1,) * c.ndim)
     mom = (c if velo else c + e6).rsqrt()  # DIVERGES: the reference's VeLO has no epsilon here
-    return Scales(1.0, eps_V, eps_V, (one, at_least_e9(c + e9).rsqrt()), (one, mom))
+    return Scales(1.0, eps_V, eps_V, (one, (c + e9).clamp(min=e9).rsqrt()), (one, mom))
 
 
 def row_col_features(r: Tensor, c: Tensor, eps: Eps) -> tuple[Tensor, Tensor]:

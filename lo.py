@@ -41,17 +41,15 @@ class LOConfig:
     net: str = "small_fc"  # or "velo"
     hidden_size: int = 32  # the authors' configuration; 4 in the paper's text
     hidden_layers: int = 2  # paper, appendix A.1.1
-    lam1: float = 0.001  # lambda_1 of eq. 2; 0.01 for the small_fc muLOs (paper, appendix C)
+    lam1: float = 0.001  # lambda_1 of eq. 2; 0.01 for the small_fc μLOs (paper, appendix C)
     lam2: float = 0.001  # lambda_2 of eq. 2
     spec: str = "reference"  # or "paper": the paper's literal time features, 29 VeLO features
-    eps: str = (
-        "reference"  # or "relative" (to the tensor's gradient scale), "fan_in" (times 1/fan_in)
-    )
+    eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
     t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
     lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
     param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
-    param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for muVeLO
+    param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
     use_bugged_loss_features: bool = False  # VeLO: all loss half-lives 10, for old checkpoints
 
     def __post_init__(self):
@@ -195,15 +193,11 @@ def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
 
 def rates_of(config: LOConfig, phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    any_w = phi["w0"]
-    o = {
-        k: phi.get(k, any_w.new_zeros(1, 1))
-        for k in ("momentum_decays", "rms_decays", "adafactor_decays")
-    }
+    zero = phi["w0"].new_zeros(1, 1)
     return Rates(
-        features.mixing_rate(o["momentum_decays"], features.BETA_M, clip=False),
-        features.mixing_rate(o["rms_decays"], features.BETA_V, clip=True),
-        features.mixing_rate(o["adafactor_decays"], features.BETA_RC, clip=True),
+        features.mixing_rate(phi.get("momentum_decays", zero), features.BETA_M, clip=False),
+        features.mixing_rate(phi.get("rms_decays", zero), features.BETA_V, clip=True),
+        features.mixing_rate(phi.get("adafactor_decays", zero), features.BETA_RC, clip=True),
     )
 
 
@@ -220,7 +214,7 @@ def literal_step(
     p: Tensor,  # (S, *shape)
     g: Tensor,  # (S, *shape)
     t: Tensor,  # () or (S,), 0 at the first step
-    scale: Tensor,  # (S,): lr times the muP factor, times alpha for VeLO
+    scale: Tensor,  # (S,): lr times the μP factor, times alpha for VeLO
     dims: Dims,
     decay: Tensor | float = 0.0,  # (S,): lr times weight decay
     eps_scale: Tensor | float = 1.0,  # (S,): 1/fan_in, used only with eps="fan_in"
@@ -230,30 +224,26 @@ def literal_step(
     velo = config.net == "velo"
     rates = rates_of(config, phi)
     g, p = features.clean(g, clip), features.wide(p)
+    S, shape = len(p), p.shape[1:]
+
     q = g.square()
     M, V = features.accumulate(acc.M, acc.V, g, q, rates)
-    r, c = features.accumulate_factored(
-        acc.r, acc.c, *features.factored_means(q, dims, p.shape), rates, eps
-    )
-    V_mean = trailing(V.flatten(1).mean(-1), V.ndim)
+    means = features.factored_means(q, dims, p.shape)
+    r, c = features.accumulate_factored(acc.r, acc.c, *means, rates, eps)
 
-    s = features.scales(V_mean, r, c, dims, eps, velo)
-    parts = features.dense_features(p, g, M, V, s, config.feature_set) + list(
-        features.row_col_features(r, c, eps)
-    )
-    A_hat = torch.cat([x.expand(-1, -1, *p.shape[1:]).movedim(1, -1) for x in parts], -1)
+    s = features.scales(trailing(V.flatten(1).mean(-1), V.ndim), r, c, dims, eps, velo)
+    parts = features.dense_features(p, g, M, V, s, config.feature_set)
+    parts += features.row_col_features(r, c, eps)
+    A_hat = torch.cat([x.expand(-1, -1, *shape).flatten(2).mT for x in parts], -1)
     order = torch.tensor(list(chain(*features.feature_index(config.feature_set)))).argsort()
-    A_hat = A_hat[..., order]  # (S, *shape, 28), in the reference's order
-    entries = tuple(range(1, p.ndim))
-    ms = A_hat.square().mean(entries)  # (S, 28)
-    A = A_hat * features.inverse_rms(ms, eps).view(len(p), *[1] * len(entries), -1)
+    A_hat = A_hat[..., order]  # (S, n, 28), n = mn the entries of a tensor: the paper's A-hat
+    ms = A_hat.square().mean(1)  # (S, 28)
+    A = A_hat * features.inverse_rms(ms, eps).unsqueeze(1)
     if not velo:
-        T = features.time_features(t.reshape(-1), config.t_max, config.spec)  # (S | 1, 11)
-        A = torch.cat(
-            [A, T.view(-1, *[1] * len(entries), 11).expand(*p.shape, 11)], -1
-        )  # (S, *shape, 39)
+        T = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)  # (S | 1, 1, 11)
+        A = torch.cat([A, T.expand(S, A.shape[1], -1)], -1)  # (S, n, 39)
 
-    d, m = mlp(phi, A, config.hidden_layers).unbind(-1)  # (S, *shape) each
+    d, m = mlp(phi, A, config.hidden_layers).unflatten(1, shape).unbind(-1)  # (S, *shape) each
     update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
     new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
     return Accumulators(M, V, r, c), new_p
@@ -296,13 +286,10 @@ def fold(
         T = features.time_features(t.reshape(-1), config.t_max, config.spec)
         bias = bias + (w0[..., 28:] @ T.unsqueeze(-1)).squeeze(-1)  # (S | 1, h)
     x_row, x_col = features.row_col_features(r, c, eps)
-    out = torch.stack([config.lam1 * scale, torch.full_like(scale, config.lam2)], -1).unsqueeze(
-        -1
-    )  # (S, 2, 1)
-    layers = [
-        (phi[f"w{k}"].mT, phi[f"b{k}"].unsqueeze(-1)) for k in range(1, config.hidden_layers + 1)
-    ]
-    layers[-1] = tuple(x * out for x in layers[-1])
+    out = torch.stack([config.lam1 * scale, torch.full_like(scale, config.lam2)], -1)  # (S, 2)
+    hidden = range(1, config.hidden_layers + 1)
+    layers = [(phi[f"w{k}"].mT, phi[f"b{k}"].unsqueeze(-1)) for k in hidden]
+    layers[-1] = tuple(x * out.unsqueeze(-1) for x in layers[-1])
     return Folded(
         w0[..., dense] * features.inverse_rms(ms, eps).unsqueeze(1),
         first_layer(x_row, row) + trailing(bias, x_row.ndim),
@@ -329,9 +316,8 @@ def step(
     g, p = features.clean(g, clip), features.wide(p)
     q = g.square()
     M, V = features.accumulate(acc.M, acc.V, g, q, rates)
-    r, c = features.accumulate_factored(
-        acc.r, acc.c, *features.factored_means(q, dims, p.shape), rates, eps
-    )
+    means = features.factored_means(q, dims, p.shape)
+    r, c = features.accumulate_factored(acc.r, acc.c, *means, rates, eps)
     V_mean = trailing(V.flatten(1).mean(-1), V.ndim)
     s = features.scales(V_mean, r, c, dims, eps, config.net == "velo")
     dense = features.dense_features(p, g, M, V, s, config.feature_set)
@@ -380,9 +366,7 @@ def step_(
     eps, clip = _setting(config, eps_scale)
     rates = rates_of(config, phi)
     bad = None
-    if not (
-        g.device.type == "cpu" and features.is_clean(g, clip)
-    ):  # elsewhere, a look at values syncs
+    if g.device.type != "cpu" or not features.is_clean(g, clip):  # a look at values would sync
         bad = (~g.isfinite()).sum()
         g = features.clean(g, clip)
     M, V, r, c = acc

@@ -142,7 +142,7 @@ def test_sparse_gradients_are_refused_before_anything_moves():
 
 
 def test_schedulers_drive_lr_and_leave_scale_alone():
-    """Half the rate gives half the first update; the muP factor is where it was."""
+    """Half the rate gives half the first update; the μP factor is where it was."""
     x, y = task(MLP)
     moved = []
     for factor in (1.0, 0.5):
@@ -165,7 +165,7 @@ def test_schedulers_drive_lr_and_leave_scale_alone():
 
 
 def test_weight_decay_is_decoupled():
-    """It adds -lr * weight_decay * p to the update and is not multiplied by the muP scale."""
+    """It adds -lr * weight_decay * p to the update and is not multiplied by the μP scale."""
     x, y = task(MLP)
     plain, opt = make(lr=0.5)
     train(plain, opt, 1, x, y)

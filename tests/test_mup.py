@@ -312,7 +312,7 @@ def check(family, rules=mup.ALL, eps="relative", steps=4):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_coordinate_check(family):
-    """Under muP nothing grows or dies with width; without a rule, something clearly does."""
+    """Under μP nothing grows or dies with width; without a rule, something clearly does."""
     for eps in ("relative", "reference"):
         result = check(family, eps=eps)
         assert len(result.slopes) == {MLP: 4, ConvNet: 3, Transformer: 5}[family]

@@ -3,15 +3,21 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_code_blocks_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+def test_code_blocks_run_and_print_what_they_say(capsys):
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```text\n(.*?)```)?", README, re.S)
     assert blocks
-    for block in blocks:
+    for block, said in blocks:
         exec(compile(block, "README.md", "exec"), {})
+        printed = capsys.readouterr().out
+        if said:
+            numbers = ([float(x) for x in text.split()] for text in (printed, said))
+            assert next(numbers) == pytest.approx(next(numbers), abs=0.02)
 
 
 def test_links_to_lines():

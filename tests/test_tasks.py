@@ -1,4 +1,4 @@
-"""Tasks: the paper's table by hand, stacked nets against single ones, and muP on all families."""
+"""Tasks: the paper's table by hand, stacked nets against single ones, and μP on all families."""
 
 import itertools
 import math
@@ -130,7 +130,7 @@ def test_names_that_are_wrong(name, message):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_roles_and_init(name):
-    """By the table under muP; N(0, 1/fan_in), zero biases and a plain head in SP; zero outputs."""
+    """By the table under μP; N(0, 1/fan_in), zero biases and a plain head in SP; zero outputs."""
     task = tasks.get(name)
     roles = task.roles()
     assert [n for n, role in roles.items() if role == "output"] == ["head.weight"]
@@ -285,7 +285,7 @@ CHECKS = {  # kind: widths, batch, repeats, more
 
 @pytest.mark.parametrize("kind", CHECKS)
 def test_coordinate_check_with_adam(kind):
-    """Over the first steps: slopes within 0.1 under muP for every layer, and not in SP."""
+    """Over the first steps: slopes within 0.1 under μP for every layer, and not in SP."""
     widths, batch, repeats, more = CHECKS[kind]
     data = tasks.get(kind.format(widths[0])).data()
     b = data.batch(seeded(1), batch)

@@ -1,4 +1,4 @@
-"""Small models as a user would write them: plain torch, nothing of muP in them."""
+"""Small models as a user would write them: plain torch, nothing of μP in them."""
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ class ConvNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, with the 1/d_head of muP: queries and keys are aligned."""
+    """Causal self-attention, with the 1/d_head of μP: queries and keys are aligned."""
 
     def __init__(self, width: int, heads: int = 4):
         super().__init__()
