@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -74,6 +75,7 @@ class Images:
         area = math.prod(self.shape[1:])
         self._scale = (1 / std).repeat_interleave(area)  # (C H W,)
         self._shift = (-mean / std).repeat_interleave(area)
+        self._spare: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return len(self.x)
@@ -83,11 +85,27 @@ class Images:
         i = _draw(len(self), generator, size, particles)
         at = i.flatten().to(self.x.device)
         x = self.x.view(len(self), -1).index_select(0, at).to(self.device)  # (n, C H W)
-        if self.device.type == "cpu":  # numpy asks for huge pages, torch does not: 3 times faster
-            x = torch.from_numpy(np.empty(x.shape, np.float32)).copy_(x)
-        x = x.float()
+        x = (
+            torch.from_numpy(self._memory(x.shape)).copy_(x)
+            if x.device.type == "cpu"
+            else x.float()
+        )
         torch.addcmul(self._shift, x, self._scale, out=x)
         return x.view(*i.shape, *self.shape), self.y[i.to(self.device)]
+
+    def _memory(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Memory for a batch: that of an earlier one which nobody holds any more, if there is one.
+
+        New memory is paid for page by page, which takes longer than all the rest of a batch. A
+        tensor made by from_numpy keeps a reference to its array as long as it, or a view of it,
+        lives: an array with no references but these three (list, loop, call) is free.
+        """
+        for array in self._spare:
+            if array.shape == tuple(shape) and sys.getrefcount(array) == 3:
+                return array
+        array = np.empty(shape, np.float32)
+        self._spare = [*self._spare[-1:], array]
+        return array
 
     def pool(self, size: int) -> Images:
         """The same images averaged down to size x size and rounded to bytes again.

@@ -958,6 +958,28 @@ def test_giant_idx_is_refused(tmp_path):
         data.load("fashion", tmp_path)
 
 
+def test_memory_is_used_again_only_when_nobody_holds_it():
+    """Batches that live, or whose views or graphs do, keep their values."""
+    d = images(50)
+    held = [d.batch(seed(), 6)[0] for _ in range(5)]
+    copies = [x.clone() for x in held]
+    views, graphs = d.batch(seed(), 6)[0][2:, :, 1], d.batch(seed(), 6)[0]
+    w = torch.ones(4, requires_grad=True)
+    loss = (graphs * w).sum()
+    expected_view, expected_grad = views.clone(), graphs.sum((0, 1, 2))
+    del graphs
+    generator = torch.Generator().manual_seed(9)
+    places = set()
+    for _ in range(30):
+        x, _ = d.batch(generator, 6)
+        places.add(x.data_ptr())
+    assert len(places) <= 3
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+    assert torch.equal(views, expected_view)
+    loss.backward()
+    torch.testing.assert_close(w.grad, expected_grad)
+
+
 def test_published_checksums():
     assert datafiles.MD5["cifar-10-binary.tar.gz"] == "c32a1d4ab5d03f1284b67883e8d87530"
     assert datafiles.MD5["cifar-10-python.tar.gz"] == "c58f30108f718f92721af3b95e74349a"
