@@ -89,9 +89,10 @@ def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
 def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
     """The axes (d1, d0): second largest and largest; None when the rank is below 2.
 
-    Ties matter. The reference sorts the axes of (..., in, out) stably, so among equals `out` wins,
-    then `in`. Torch stores (out, in, ...): out_axis=0, the default. out_axis=1 is for (in, out,
-    ...): embeddings and transposed convolutions; out_axis=-1 takes the axes as JAX stores them.
+    DIVERGES: the paper has matrices only. Ties matter: the reference sorts the axes of
+    (..., in, out) stably, so among equals `out` wins, then `in`. Torch stores (out, in, ...):
+    out_axis=0, the default. out_axis=1 is for (in, out, ...): embeddings and transposed
+    convolutions; out_axis=-1 takes the axes as JAX stores them.
     """
     n = len(shape)
     if n < 2:
@@ -130,7 +131,10 @@ def wide(x: Tensor) -> Tensor:
 
 
 def clean(g: Tensor, clip: float = G_MAX) -> Tensor:
-    """The gradient, at least float32, with NaN and infinities taken as 0, clipped to +-clip."""
+    """The gradient, at least float32, with NaN and infinities taken as 0, clipped to +-clip.
+
+    DIVERGES: the paper does not say; one bad entry must not spread into the state.
+    """
     return torch.nan_to_num(wide(g), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-clip, clip)
 
 

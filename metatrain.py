@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import signal
 import sys
 from pathlib import Path
 
@@ -96,7 +97,8 @@ def pes_gradient(
 
     mean over pairs of (sum_old delta (xi + eps) + sum_new delta eps) / (2 sigma^2 count). Losses of
     an unroll that is still running depend on all its perturbations, those of a new one on eps
-    alone. A pair with a loss that is not finite is left out.
+    alone. A pair with a loss that is not finite is left out. DIVERGES: in the reference code an
+    unroll's last loss counts as the next one's, and a NaN makes the whole gradient 0.
     """
     good = torch.where(mask, delta, 0).isfinite().all(0)  # (n,)
     weight = mask / mask.sum(0).clamp_min(1)  # (T, n)
@@ -327,10 +329,24 @@ class Run:
         raise FileNotFoundError(f"no checkpoint that can be read in {out}: start the run anew.")
 
     def train(self, every: int) -> None:
+        """Train to the end, or until Ctrl-C, which is heeded between steps: state is then whole."""
+        stop = []
+        before = signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+        try:
+            self._train(every, stop)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if stop:
+            raise KeyboardInterrupt
+        r = self.trainer.r
+        about = {"recipe": dataclasses.asdict(r), "meta_loss": self.rows[-1]["meta_loss"]}
+        mulo.save(self.trainer.result(), self.out / "lo.pt", **about)
+
+    def _train(self, every: int, stop: list) -> None:
         r, started = self.trainer.r, self.trainer.step
         inner = r.truncation * len(r.widths) * 2 * r.pairs
         with tqdm(total=r.steps, initial=started, desc=r.name, unit="step") as bar:
-            while self.trainer.step < r.steps:
+            while self.trainer.step < r.steps and not stop:
                 self.rows.append(self.trainer.advance())
                 bar.update()
                 speed = (
@@ -340,8 +356,6 @@ class Run:
                 if self.trainer.step % every == 0:
                     self.save()
         self.save()
-        about = {"recipe": dataclasses.asdict(r), "meta_loss": self.rows[-1]["meta_loss"]}
-        mulo.save(self.trainer.result(), self.out / "lo.pt", **about)
 
 
 def _recipe_of(saved: dict) -> Recipe:
@@ -371,14 +385,16 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = _parser().parse_args()
     try:
+        names = [f.name for f in dataclasses.fields(Recipe)]
+        changes = {k: v for k, v in vars(args).items() if k in names and v is not None}
+        changes.pop("scale")
+        if args.widths:
+            changes["widths"] = tuple(args.widths)
         if args.resume:
+            if changes or args.out:
+                raise ValueError("a resumed run keeps its numbers and its folder: leave them out.")
             run = Run.resume(args.resume, args.device)
         else:
-            names = [f.name for f in dataclasses.fields(Recipe)]
-            changes = {k: v for k, v in vars(args).items() if k in names and v is not None}
-            changes.pop("scale")
-            if args.widths:
-                changes["widths"] = tuple(args.widths)
             r = recipe(args.recipe, args.scale, **changes)
             out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
             if list(out.glob("checkpoint_*.pt")):
@@ -386,7 +402,6 @@ def main() -> None:
             run = Run(Trainer(r, args.device), out)
         run.train(args.checkpoint_every)
     except KeyboardInterrupt:
-        run.save()
         sys.exit(f"stopped at step {run.trainer.step}: python metatrain.py --resume {run.out}")
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"metatrain.py: {error}")

@@ -156,8 +156,8 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     """ResNet-18 for small images (3x3 stem, no pooling); `width` is the channels of its last stage.
 
-    The paper gives widths only. GroupNorm, not BatchNorm: running statistics are state outside the
-    parameters, which neither functional calls nor stacked particles can share or restore.
+    DIVERGES: the paper gives widths only. GroupNorm, not BatchNorm: running statistics are state
+    outside the parameters, which neither functional calls nor stacked particles can share.
     """
 
     def __init__(self, channels: int, classes: int, width: int):

@@ -122,6 +122,8 @@ def infer_roles(
     the dict where that is wrong. The models are built on the meta device, where nothing is
     allocated; device="cpu" is for those whose constructor reads values.
     """
+    if isinstance(build, nn.Module) or not callable(build):
+        raise TypeError("build must be a function that makes your model, given a width.")
     if not isinstance(width, int) or width < 1:
         raise ValueError(f"width must be a positive integer, not {width!r}.")
     try:
@@ -159,7 +161,7 @@ def _role(a: Weight, b: Weight) -> str:
         if a.param.ndim == 2 and 1 not in a.param.shape:
             warnings.warn(
                 f"{a.name!r} {tuple(a.param.shape)}, a bare parameter with one axis that grows, is "
-                "taken as a table (input): if it is a readout, use mulo.Readout.",
+                "taken as a table (input): positions, say. If it is a readout, use mulo.Readout.",
                 stacklevel=4,
             )
         return "input"

@@ -267,6 +267,32 @@ def test_resume_after_kills(whole, tmp_path):
     assert torch.equal(weights, expected_weights)
 
 
+def test_ctrl_c_stops_between_steps(whole, tmp_path):
+    """It saves, says how to go on, and going on gives the log of the undisturbed run."""
+    out = tmp_path / "run"
+    args = [
+        a if a != "1" or b != "--checkpoint-every" else "100"
+        for a, b in zip(command(out), ["", *command(out)], strict=False)
+    ]
+    process = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    while "1/6" not in process.stderr.readline(400):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.read()
+    assert process.wait() == 1
+    assert f"python metatrain.py --resume {out}" in said
+    assert "Traceback" not in said
+    steps = [int(f.stem.split("_")[1]) for f in out.glob("checkpoint_*.pt")]
+    assert len(steps) == 1
+    assert 1 <= steps[0] < 6
+    done = subprocess.run(
+        [sys.executable, ROOT / "metatrain.py", "--resume", str(out)], capture_output=True, cwd=ROOT
+    )
+    assert done.returncode == 0
+    assert finished_run(out)[0] == finished_run(whole)[0]
+    assert torch.equal(finished_run(out)[1], finished_run(whole)[1])
+
+
 def test_a_corrupt_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
     for file in whole.glob("checkpoint_*.pt"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -297,6 +323,9 @@ def test_messages(whole, tmp_path):
     code, said = run("--out", str(whole))
     assert code == 1
     assert f"has a run already: add --resume {whole}" in said
+    code, said = run("--resume", str(whole), "--steps", "9")
+    assert code == 1
+    assert "a resumed run keeps its numbers" in said
     code, said = run("--resume", str(tmp_path))
     assert code == 1
     assert "no checkpoint that can be read" in said

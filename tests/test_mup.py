@@ -258,6 +258,8 @@ def test_roles_by_hand_and_their_errors():
     mulo.init_(bare, {"w": "output"}, rules=("init", "update"), zero_output=False)
     groups = mulo.param_groups(MLP(8), dict.fromkeys(roles, "hidden"))
     assert {g["scale"] for g in groups} == {1.0, 1 / 8, 1 / 12}
+    with pytest.raises(TypeError, match="build must be a function"):
+        mulo.infer_roles(MLP(8), 8)
     with pytest.raises(ValueError, match="width must be a positive integer"):
         roles_of(MLP, width=0)
 
