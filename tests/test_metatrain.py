@@ -209,14 +209,11 @@ def test_it_learns():
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.02
 
 
-def command(out, *args):
-    numbers = [
-        x for k, v in TINY.items() if k != "widths" for x in (f"--{k.replace('_', '-')}", str(v))
-    ]
-    return [
-        sys.executable, ROOT / "metatrain.py", *args, "--out", str(out), *numbers,
-        "--widths", "8", "16", "--checkpoint-every", "1",
-    ]  # fmt: skip
+def command(out, every=1):
+    flags = {k.replace("_", "-"): str(v) for k, v in TINY.items() if k != "widths"}
+    flags |= {"out": str(out), "checkpoint-every": str(every)}
+    numbers = [x for k, v in flags.items() for x in (f"--{k}", v)]
+    return [sys.executable, ROOT / "metatrain.py", *numbers, "--widths", "8", "16"]
 
 
 def finished_run(out):
@@ -270,10 +267,7 @@ def test_resume_after_kills(whole, tmp_path):
 def test_ctrl_c_stops_between_steps(whole, tmp_path):
     """It saves, says how to go on, and going on gives the log of the undisturbed run."""
     out = tmp_path / "run"
-    args = [
-        a if a != "1" or b != "--checkpoint-every" else "100"
-        for a, b in zip(command(out), ["", *command(out)], strict=False)
-    ]
+    args = command(out, every=100)
     process = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     while "1/6" not in process.stderr.readline(400):
         assert process.poll() is None
