@@ -302,13 +302,13 @@ def read_lm1b(
                     raise _bad(path, f"got token ids beyond {classes - 1}", "fix the tokenizer")
                 yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
 
-    if cache is None or not cache.is_file():
-        made = list(rows()) if cache is None else rows()
-        if cache is None:
-            if not made:
-                raise _bad(where, "has files without a sentence")
-            return np.stack(made), classes
-        write_atomically(cache, lambda file: file.writelines(made))
+    if cache is None:
+        made = list(rows())
+        if not made:
+            raise _bad(where, "has files without a sentence")
+        return np.stack(made), classes
+    if not cache.is_file():
+        write_atomically(cache, lambda file: file.writelines(rows()))
     n, rest = divmod(cache.stat().st_size, 4 * (seq_len + 1))
     if not n or rest:
         raise _bad(cache, "is empty or cut short", "delete it, so that it is made anew")

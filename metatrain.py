@@ -365,25 +365,36 @@ def _recipe_of(saved: dict) -> Recipe:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Meta-train a learned optimizer by PES.")
     parser.add_argument("recipe", nargs="?", default="mulo_m", help=", ".join(RECIPES))
-    parser.add_argument("--scale", choices=["desk", "paper"], default="desk")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--scale",
+        choices=["desk", "paper"],
+        default="desk",
+        help="a laptop's numbers or the paper's",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument(
         "--resume", type=Path, metavar="DIR", help="continue the run in this folder"
     )
-    parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=20,
+        metavar="STEPS",
+        help="outer steps (default: 20)",
+    )
     numbers = parser.add_argument_group("numbers of the recipe, to override")
     for field in dataclasses.fields(Recipe):
-        if field.type in ("int", "float"):
-            flag = f"--{field.name.replace('_', '-')}"
-            numbers.add_argument(flag, type=eval(field.type), metavar=field.type.upper())
-    numbers.add_argument("--widths", type=int, nargs="+")
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+            flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
+            numbers.add_argument(flag, type=kind, metavar="N", help=f"paper: {field.default}")
+    numbers.add_argument("--widths", type=int, nargs="+", help="of the nets it is meta-trained on")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
     return parser
 
 
 def main() -> None:
-    args = _parser().parse_args()
+    args, run = _parser().parse_args(), None
     try:
         names = [f.name for f in dataclasses.fields(Recipe)]
         changes = {k: v for k, v in vars(args).items() if k in names and v is not None}
@@ -402,6 +413,8 @@ def main() -> None:
             run = Run(Trainer(r, args.device), out)
         run.train(args.checkpoint_every)
     except KeyboardInterrupt:
+        if run is None or not run.rows:
+            sys.exit("stopped before the first step: nothing to resume, start again.")
         sys.exit(f"stopped at step {run.trainer.step}: python metatrain.py --resume {run.out}")
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"metatrain.py: {error}")

@@ -314,7 +314,6 @@ class MuLO(torch.optim.Optimizer):
             raise ValueError(
                 f"the state_dict has groups of {saved_sizes} parameters, not of {sizes}: {fix}"
             )
-        velo = isinstance(self.lo, VeLO)
         ids = [k for group in groups for k in group["params"]]
         mine = [(p, group) for group in self.param_groups for p in group["params"]]
         found = [(k, *owner) for k, owner in zip(ids, mine, strict=True) if state.get(k)]
@@ -322,7 +321,8 @@ class MuLO(torch.optim.Optimizer):
             shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
             if shapes != self._state_shapes(p, group["out_axis"]):
                 raise ValueError(f"the saved state of parameter {k} does not fit this one: {fix}")
-        if velo and found and set(state.get("loss", ())) != set(LossBuffer._fields):
+        forgot = set(state.get("loss", ())) != set(LossBuffer._fields)
+        if isinstance(self.lo, VeLO) and found and forgot:
             raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
         return [(p, state[k]) for k, p, _ in found]
 
