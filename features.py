@@ -264,14 +264,9 @@ def feature_index(kind: str) -> tuple[list[int], list[int], list[int]]:
     return dense, row, [i + 3 for i in row]
 
 
-def sum_squares(parts: list[Tensor]) -> Tensor:
-    """Sum of x^2 per tensor and feature, (S, F), of features given as (S, k, *shape) each."""
-    return torch.cat([x.square().flatten(2).sum(-1) for x in parts], 1)
-
-
 def mean_square(x: Tensor) -> Tensor:
     """Mean of x^2 per tensor and feature, (S, F); size-1 axes need no tiling for that."""
-    return sum_squares([x]) / x[0, 0].numel()
+    return x.square().flatten(2).mean(-1)
 
 
 def inverse_rms(ms: Tensor, eps: Eps) -> Tensor:
@@ -305,41 +300,45 @@ def fraction_features(t: Tensor, num_steps: Tensor, spec: str) -> Tensor:
 class LossBuffer(NamedTuple):
     """VeLO's memory of the loss: 10 exponential means, their minima, and the count of updates."""
 
-    means: Tensor  # (10,)
-    low: Tensor  # (10,)
-    count: Tensor  # ()
+    means: Tensor  # (..., 10)
+    low: Tensor  # (..., 10)
+    count: Tensor  # (...)
 
 
-def init_loss_buffer(device: torch.device | str | None = None) -> LossBuffer:
-    z = torch.zeros(10, device=device)
-    return LossBuffer(z, z + 999999999999.0, torch.zeros((), device=device))
+def init_loss_buffer(*batch: int, device: torch.device | str | None = None) -> LossBuffer:
+    z = torch.zeros(*batch, 10, device=device)
+    return LossBuffer(z, z + 999999999999.0, torch.zeros(batch, device=device))
+
+
+def loss_decays(num_steps: int, bugged: bool, device: torch.device | str | None = None) -> Tensor:
+    """The decays of the 10 means: half-lives from 10 steps to num_steps (all 10 if "bugged")."""
+    top = 1.0 if bugged else math.log10(num_steps)
+    return torch.exp(-1 / 10 ** torch.linspace(1, top, 10, device=device))
 
 
 def loss_features(
-    buffer: LossBuffer, loss: Tensor, num_steps: int, bugged: bool
+    buffer: LossBuffer,
+    loss: Tensor,  # (...)
+    decay: Tensor,  # (..., 10) or (10,), from `loss_decays`
 ) -> tuple[LossBuffer, Tensor]:
     """Update the buffer with this step's loss; return it and the 9 EMA loss features of the LSTM.
 
-    Half-lives run from 10 steps to num_steps (all 10 in the "bugged" variant of old checkpoints).
     Each mean is compared with its own running minimum, the next longer mean acting as the maximum.
     A loss above twice the largest mean so far is capped, and one that is not finite is left out;
     the features are 0 for the first two steps. All in float32 like the reference: 1 - decay^n loses
     digits.
     """
-    top = 1.0 if bugged else math.log10(num_steps)
-    half_life = 10 ** torch.linspace(1, top, 10, device=loss.device)
-    decay = torch.exp(-1 / half_life)
-    counts = loss.isfinite()
-    n = buffer.count + 1
-    largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).max())
+    counts = loss.isfinite().unsqueeze(-1)
+    n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
+    largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
     means = torch.where(counts, buffer.means * decay + loss * (1 - decay), buffer.means)
-    n = torch.where(counts, n, buffer.count)
+    n = torch.where(counts, n, n - 1)
     ema = means / (1 - decay**n)
     low = torch.where(counts, torch.minimum(buffer.low, ema), buffer.low)
-    x = (ema[:-1] - low[:-1]) / (ema[1:] - low[:-1]).clamp_min(1e-8) - 1
+    x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1
     x = torch.where(n <= 2, torch.zeros_like(x), x.clamp(-1, 1))
-    return LossBuffer(means, low, n), x
+    return LossBuffer(means, low, n.squeeze(-1)), x
 
 
 def squash(x: Tensor) -> Tensor:

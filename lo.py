@@ -1,7 +1,8 @@
 """A learned optimizer: its configuration, its networks and the one pure step.
 
     lo = SmallFC(LOConfig(hidden_size=4))
-    acc, p = step(lo.config, stacked(lo), acc, p, g, t, scale, dims)
+    net = prepare(lo.config, stacked(lo))
+    acc, p = step(net.at(t), acc, p, g, scale, dims)
 
 Paper: eq. 2 (the update), appendix A.1 (small_fc_lopt and VeLO). The step exists in two forms,
 equal to float32 rounding and tested so. `literal_step` builds every feature, normalises, runs the
@@ -21,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain, pairwise
 
 import torch
@@ -167,28 +167,37 @@ def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
     return x.reshape(*shape[:-1], 2)
 
 
-def lstm_step(phi: Phi, x: Tensor, h: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """One step of the LSTM over T tensors: x (T, 30), h and cell (T, H). They mix by a maximum."""
-    mix = (x @ phi["mix_w"] + phi["mix_b"]).relu().amax(0, keepdim=True)
-    y = x @ phi["embed_w"] + phi["embed_b"] + mix
-    i, g, f, o = (torch.cat([y, h], -1) @ phi["lstm_w"] + phi["lstm_b"]).chunk(4, -1)
+def lstm_step(
+    phi: Phi,  # (P | 1, ...) each
+    x: Tensor,  # (P, T, 30): features of the T tensors of P nets
+    h: Tensor,  # (P, T, H)
+    cell: Tensor,  # (P, T, H)
+) -> tuple[Tensor, Tensor]:
+    """One step of the LSTM over the tensors of a net, which mix by a maximum: the new h and cell."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
+
+    y = linear("embed", x) + linear("mix", x).relu().amax(-2, keepdim=True)
+    i, g, f, o = linear("lstm", torch.cat([y, h], -1)).chunk(4, -1)
     cell = torch.sigmoid(f + 1) * cell + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
 def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
-    """From the LSTM's output h (T, H): every tensor's MLP weights (T, ...) and its rate alpha (T,).
+    """From the LSTM's output h (P, T, H): MLP weights (P, T, ...) and the rate alpha (P, T).
 
     theta = 100 mean_k(control_k theta_k) over the bank. DIVERGES: alpha is the raw linear output,
     which may be negative; the paper only calls it a learning-rate multiplier.
     """
-    control = h @ phi["controls_w"] + phi["controls_b"]  # (T, K)
-    weights = {
-        f"{n}{k}": torch.tensordot(control, phi[f"bank_{n}{k}"], 1) * (100 / config.param_inits)
-        for k in range(config.hidden_layers + 1)
-        for n in "wb"
-    }
-    return weights, (h @ phi["alpha_w"] + phi["alpha_b"])[:, 0]
+    control = h @ phi["controls_w"] + phi["controls_b"].unsqueeze(-2)  # (P, T, K)
+    control = control * (100 / config.param_inits)
+    weights = {}
+    for k in range(config.hidden_layers + 1):
+        for n in "wb":
+            bank = phi[f"bank_{n}{k}"]  # (P | 1, K, ...)
+            weights[f"{n}{k}"] = (control @ bank.flatten(2)).unflatten(-1, bank.shape[2:])
+    return weights, (h @ phi["alpha_w"] + phi["alpha_b"].unsqueeze(-2)).squeeze(-1)
 
 
 def rates_of(config: LOConfig, phi: Phi) -> Rates:
@@ -249,6 +258,42 @@ def literal_step(
     return Accumulators(M, V, r, c), new_p
 
 
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """phi cut into the parts that the folded step needs: the same for every tensor of a model."""
+
+    config: LOConfig
+    rates: Rates
+    dense: Tensor  # (S | 1, h, D): the columns of W0 for the dense features
+    row: Tensor  # (S | 1, h, 6)
+    col: Tensor  # (S | 1, h, 6)
+    time: Tensor  # (S | 1, h, 11), or 0 wide for VeLO
+    bias: Tensor  # (S | 1, h): b0, and the time features once `at` has added them
+    layers: list[tuple[Tensor, Tensor]]  # w (S | 1, m, n), b (S | 1, m, 1)
+
+    def at(self, t: Tensor) -> Net:
+        """The network at time t, () or (S,): 0 at the first step."""
+        if self.config.net == "velo":  # its time features go into the LSTM
+            return self
+        T = features.time_features(t.reshape(-1), self.config.t_max, self.config.spec)
+        return dataclasses.replace(self, bias=self.bias + (self.time @ T.unsqueeze(-1)).squeeze(-1))
+
+
+def prepare(config: LOConfig, phi: Phi) -> Net:
+    """Cut phi into a Net; `.at(t)` completes it."""
+    dense, row, col = features.feature_index(config.feature_set)
+    w0 = phi["w0"].mT  # (S | 1, h, 39)
+    hidden = range(1, config.hidden_layers + 1)
+    return Net(
+        config,
+        rates_of(config, phi),
+        *(w0[..., where] for where in (dense, row, col)),
+        w0[..., config.num_features - 11 :] if config.net == "small_fc" else w0[..., :0],
+        phi["b0"],
+        [(phi[f"w{k}"].mT, phi[f"b{k}"].unsqueeze(-1)) for k in hidden],
+    )
+
+
 @dataclasses.dataclass
 class Folded:
     """The network with all that is not dense folded into its weights."""
@@ -258,74 +303,65 @@ class Folded:
     col: Tensor  # (S, h, *shape), size 1 along d1
     layers: list[tuple[Tensor, Tensor]]  # w (S, m, n), b (S, m, 1)
 
-    def apply(self, dense: list[Tensor], row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
-        """scale lam1 d and exp(lam2 m) of a block, from its dense features, its row and col."""
-        X = torch.cat(dense, 1)  # (S, D, *block)
-        block = X.shape[2:]
-        x = (row + col).flatten(2).baddbmm_(self.w0, X.flatten(2))  # (S, h, n)
-        del dense, X  # most of the extra memory of a step, and not needed for the other layers
+    def first(self, X: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        """The first layer for a block: its dense features X (S, D, *block), its row and col."""
+        x = (row + col).flatten(2).baddbmm_(self.w0, X.flatten(2))
+        return x.unflatten(2, X.shape[2:])  # (S, h, *block)
+
+    def rest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """scale lam1 d and exp(lam2 m), (S, *block) each; X need not be kept for this."""
+        block, x = x.shape[2:], x.flatten(2)
         for w, b in self.layers:
             x = torch.baddbmm(b, w, x.relu_())
-        d, m = x.unflatten(2, block).unbind(1)  # (S, *block)
+        d, m = x.unflatten(2, block).unbind(1)
         return d, m.exp()
 
 
-def fold(
-    config: LOConfig, phi: Phi, ms: Tensor, r: Tensor, c: Tensor, t: Tensor, scale: Tensor, eps: Eps
-) -> Folded:
-    """Fold mean squares of the dense features ms (S, D), r, c, t, lambdas and scale into phi."""
-    dense, row, col = features.feature_index(config.feature_set)
-    w0 = phi["w0"].mT  # (S | 1, h, 39)
+def fold(net: Net, ms: Tensor, r: Tensor, c: Tensor, scale: Tensor, eps: Eps) -> Folded:
+    """Fold mean squares of the dense features ms (S, D), r, c, lambdas and scale into the net."""
 
-    def first_layer(x: Tensor, where: list[int]) -> Tensor:  # x (S, 6, *vector) -> (S, h, *vector)
+    def first_layer(x: Tensor, w0: Tensor) -> Tensor:  # x (S, 6, *vector) -> (S, h, *vector)
         norm = features.inverse_rms(features.mean_square(x), eps).unsqueeze(1)
-        return torch.matmul(w0[..., where] * norm, x.flatten(2)).unflatten(-1, x.shape[2:])
+        return torch.matmul(w0 * norm, x.flatten(2)).unflatten(-1, x.shape[2:])
 
-    bias = phi["b0"]
-    if config.net == "small_fc":
-        T = features.time_features(t.reshape(-1), config.t_max, config.spec)
-        bias = bias + (w0[..., 28:] @ T.unsqueeze(-1)).squeeze(-1)  # (S | 1, h)
     x_row, x_col = features.row_col_features(r, c, eps)
-    out = torch.stack([config.lam1 * scale, torch.full_like(scale, config.lam2)], -1)  # (S, 2)
-    hidden = range(1, config.hidden_layers + 1)
-    layers = [(phi[f"w{k}"].mT, phi[f"b{k}"].unsqueeze(-1)) for k in hidden]
-    layers[-1] = tuple(x * out.unsqueeze(-1) for x in layers[-1])
+    lam1, lam2 = net.config.lam1, net.config.lam2
+    out = torch.stack([lam1 * scale, torch.full_like(scale, lam2)], -1).unsqueeze(-1)  # (S, 2, 1)
+    *hidden, last = net.layers
     return Folded(
-        w0[..., dense] * features.inverse_rms(ms, eps).unsqueeze(1),
-        first_layer(x_row, row) + trailing(bias, x_row.ndim),
-        first_layer(x_col, col),
-        [(w.expand(len(r), -1, -1), b) for w, b in layers],
+        net.dense * features.inverse_rms(ms, eps).unsqueeze(1),
+        first_layer(x_row, net.row) + trailing(net.bias, x_row.ndim),
+        first_layer(x_col, net.col),
+        [(w.expand(len(r), -1, -1), b) for w, b in (*hidden, (last[0] * out, last[1] * out))],
     )
 
 
 def step(
-    config: LOConfig,
-    phi: Phi,
+    net: Net,  # prepare(config, phi).at(t)
     acc: Accumulators,
     p: Tensor,
     g: Tensor,
-    t: Tensor,
     scale: Tensor,
     dims: Dims,
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
 ) -> tuple[Accumulators, Tensor]:
-    """The folded step, pure: same arguments and result as `literal_step`."""
+    """The folded step, pure: arguments after `net` and result as in `literal_step`."""
+    config, rates = net.config, net.rates
     eps, clip = _setting(config, eps_scale)
-    rates = rates_of(config, phi)
     g, p = features.clean(g, clip), features.wide(p)
     q = g.square()
     M, V = features.accumulate(acc.M, acc.V, g, q, rates)
     means = features.factored_means(q, dims, p.shape)
     r, c = features.accumulate_factored(acc.r, acc.c, *means, rates, eps)
-    V_mean = trailing(V.flatten(1).mean(-1), V.ndim)
+    V_mean = trailing(V.flatten(1).mean(-1), V.ndim) if eps.mode == "relative" else V
     s = features.scales(V_mean, r, c, dims, eps, config.net == "velo")
-    dense = features.dense_features(p, g, M, V, s, config.feature_set)
-    ms = features.sum_squares(dense) / p[0].numel()
-    net = fold(config, phi, ms, r, c, t, scale, eps)
-    d, e_m = net.apply(dense, net.row, net.col)
-    new_p = torch.addcmul(p - trailing(decay, p.ndim) * p, d, e_m, value=-1)  # eq. 3
-    return Accumulators(M, V, r, c), new_p
+    X = torch.cat(features.dense_features(p, g, M, V, s, config.feature_set), 1)  # (S, D, *shape)
+    net = fold(net, features.mean_square(X), r, c, scale, eps)
+    d, e_m = net.rest(net.first(X, net.row, net.col))
+    if isinstance(decay, Tensor):
+        p = p - trailing(decay, p.ndim) * p
+    return Accumulators(M, V, r, c), torch.addcmul(p, d, e_m, value=-1)  # eq. 3
 
 
 def block_entries(config: LOConfig) -> int:
@@ -345,12 +381,10 @@ def block_axis(shape: tuple[int, ...], entries: int) -> tuple[int, int]:
 
 
 def step_(
-    config: LOConfig,
-    phi: Phi,
+    net: Net,
     acc: Accumulators,
     p: Tensor,
     g: Tensor,
-    t: Tensor,
     scale: Tensor,
     dims: Dims,
     decay: Tensor | float = 0.0,
@@ -363,8 +397,8 @@ def step_(
     entries of g are not finite, or None if the gradient was clean.
     """
     S, n = len(p), p[0].numel()
+    config, rates = net.config, net.rates
     eps, clip = _setting(config, eps_scale)
-    rates = rates_of(config, phi)
     bad = None
     if g.device.type != "cpu" or not features.is_clean(g, clip):  # a look at values would sync
         bad = (~g.isfinite()).sum()
@@ -390,24 +424,29 @@ def step_(
         V_mean = torch.lerp(V.flatten(1).mean(-1), q_mean, rates.V[:, 0])
     s = features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, config.net == "velo")
     parts = list(zip(*map(split, (p, g, M, V)), s.split(split), strict=True))
-    dense = partial(features.dense_features, kind=config.feature_set)
+
+    def dense(*block) -> Tensor:  # (S, D, *block)
+        return torch.cat(features.dense_features(*block, config.feature_set), 1)
 
     # 2. The other accumulators, and mean squares of the dense features for the RMS normalisers.
     ms = 0.0
     for p_b, g_b, M_b, V_b, s_b in parts:
         g_b = g_b.float()
         features.accumulate(M_b, V_b, g_b, g_b.square(), rates, out=(M_b, V_b))
-        ms = ms + features.sum_squares(dense(p_b.float(), g_b, M_b, V_b, s_b)) / n
+        X = dense(p_b.float(), g_b, M_b, V_b, s_b)
+        ms = ms + X.square_().flatten(2).sum(-1) / n
+        del X
 
     # 3. The network and the update.
-    net = fold(config, phi, ms, r, c, t, scale, eps)
+    net = fold(net, ms, r, c, scale, eps)
     for (p_b, g_b, *rest), row, col in zip(parts, split(net.row), split(net.col), strict=True):
         new_p = features.wide(p_b)  # p_b itself, unless it is of low precision
-        d, e_m = net.apply(dense(p_b.float(), g_b.float(), *rest), row, col)
+        x = net.first(dense(p_b.float(), g_b.float(), *rest), row, col)
+        d, e_m = net.rest(x)
         if isinstance(decay, Tensor):
             new_p.mul_(1 - trailing(decay, p.ndim))
         new_p.addcmul_(d, e_m, value=-1)
         if new_p is not p_b:
             p_b.copy_(new_p)
-        del d, e_m
+        del x, d, e_m
     return bad

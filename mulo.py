@@ -26,7 +26,7 @@ import features
 import lo as lo_module
 from checkpoints import from_pylo, from_reference, load, save
 from features import Accumulators, Dims, LossBuffer
-from lo import LO, LOConfig, Phi, SmallFC, VeLO
+from lo import LO, LOConfig, Net, Phi, SmallFC, VeLO
 from mup import RULES, Readout, infer_roles, init_, param_groups
 
 __all__ = [
@@ -137,17 +137,19 @@ class MuLO(torch.optim.Optimizer):
         if config.net == "velo" and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         buckets = self._buckets()
-        nets = self._generate(buckets, loss) if config.net == "velo" else [None] * len(buckets)
-        for b, net in zip(buckets, nets, strict=True):
-            phi, alpha = net or (self._weights(b.p.device), 1.0)
+        if config.net == "velo":
+            nets = self._generate(buckets, loss)
+        else:
+            shared = {b.p.device: None for b in buckets}  # cut up once for all tensors
+            shared = {d: lo_module.prepare(config, self._weights(d)) for d in shared}
+            nets = [(shared[b.p.device], 1.0) for b in buckets]
+        for b, (net, alpha) in zip(buckets, nets, strict=True):
             decayed = any(group["weight_decay"] for group in b.groups)
             bad = lo_module.step_(
-                config,
-                phi,
+                net.at(b.per_tensor(lambda group: group["step"])),
                 b.acc,
                 b.p,
                 b.g,
-                b.per_tensor(lambda group: group["step"]),
                 b.per_tensor(lambda group: group["lr"] * group["scale"]) * alpha,
                 b.dims,
                 b.per_tensor(lambda group: group["lr"] * group["weight_decay"]) if decayed else 0.0,
@@ -225,8 +227,8 @@ class MuLO(torch.optim.Optimizer):
         self._stacks[key] = acc, views
         return acc
 
-    def _generate(self, buckets: list[Bucket], loss: Tensor | float) -> list[tuple[Phi, Tensor]]:
-        """VeLO: run the LSTM over all tensors; each bucket gets its MLPs' weights and alphas."""
+    def _generate(self, buckets: list[Bucket], loss: Tensor | float) -> list[tuple[Net, Tensor]]:
+        """VeLO: run the LSTM over all tensors; each bucket gets its MLPs and alphas."""
         if not buckets:
             return []
         config, device = self.lo.config, buckets[0].p.device
@@ -235,9 +237,9 @@ class MuLO(torch.optim.Optimizer):
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
         loss = loss.reshape(())
         memory = self.state["loss"] if "loss" in self.state else None
-        memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device)
-        bugged = config.use_bugged_loss_features
-        memory, x_loss = features.loss_features(memory, loss, self.num_steps, bugged)
+        memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device=device)
+        decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
+        memory, x_loss = features.loss_features(memory, loss, decays)
         self.state["loss"] = memory._asdict()
 
         t = torch.cat([b.per_tensor(lambda group: group["step"]).to(device) for b in buckets])
@@ -245,25 +247,26 @@ class MuLO(torch.optim.Optimizer):
         x_time = features.fraction_features(t, self.num_steps, config.spec)
         x = torch.cat([x_time, x_loss.expand(len(t), -1), torch.cat(x_tensor)], -1)  # (T, 30)
 
-        phi = {k: w[0] for k, w in self._weights(device).items()}
+        phi = self._weights(device)
         states = [self.state[p] for b in buckets for p in b.params]
-        h = torch.stack([s["h"].to(device) if "h" in s else phi["hidden0"][0] for s in states])
+        h = torch.stack([s["h"].to(device) if "h" in s else phi["hidden0"][0, 0] for s in states])
         cell = torch.stack(
-            [s["cell"].to(device) if "cell" in s else phi["cell0"][0] for s in states]
+            [s["cell"].to(device) if "cell" in s else phi["cell0"][0, 0] for s in states]
         )
-        h, cell = lo_module.lstm_step(phi, x, h, cell)
-        for s, h_k, cell_k in zip(states, h, cell, strict=True):
+        h, cell = lo_module.lstm_step(phi, x[None], h[None], cell[None])  # one net: P = 1
+        for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k
         weights, alpha = lo_module.hypernetwork(config, phi, h)
 
         sizes = [len(b.p) for b in buckets]
-        cut = {k: w.split(sizes) for k, w in weights.items()}
+        cut = {k: w[0].split(sizes) for k, w in weights.items()}
         nets = []
-        for n, (b, a) in enumerate(zip(buckets, alpha.split(sizes), strict=True)):
+        for n, (b, a) in enumerate(zip(buckets, alpha[0].split(sizes), strict=True)):
             a = a.to(b.p.device)
             if config.param_scale_mult:
                 a = a * (features.mean_squared(b.p) + 1e-9).sqrt()
-            nets.append(({k: w[n].to(b.p.device) for k, w in cut.items()}, a))
+            phi = {k: w[n].to(b.p.device) for k, w in cut.items()}
+            nets.append((lo_module.prepare(config, phi), a))
         return nets
 
     @property

@@ -58,7 +58,8 @@ def network(config):
     if config.net == "velo":
         net = mulo.VeLO(dataclasses.replace(config, lstm_hidden=6, param_inits=5), gen)
         h = 0.02 * torch.randn(1, 6, generator=gen)  # weights are 100 times a mean: make them O(1)
-        return lo.hypernetwork(net.config, dict(net.named_parameters()), h)[0]
+        weights, _ = lo.hypernetwork(net.config, lo.stacked(net), h[None])
+        return {k: w[0] for k, w in weights.items()}
     net = mulo.SmallFC(config, gen)
     for name, w in net.named_parameters():
         if name[0] == "b" or "decays" in name:
@@ -95,9 +96,10 @@ def test_folded_is_literal(name, gradients, monkeypatch):
             blocked = features.Accumulators(*(x.clone() for x in blocked))
             rest = (torch.tensor([float(t)]), torch.ones(1), dims, 0.0, torch.full((1,), 0.1))
             literal, a = lo.literal_step(config, phi, literal, p, g, *rest)
-            folded, b = lo.step(config, phi, folded, p, g, *rest)
+            net, rest = lo.prepare(config, phi).at(rest[0]), rest[1:]
+            folded, b = lo.step(net, folded, p, g, *rest)
             c = p.clone()
-            lo.step_(config, phi, blocked, c, g, *rest)
+            lo.step_(net, blocked, c, g, *rest)
             states[k] = literal, folded, blocked
             size[k] = max(size.get(k, 0.0), float((a - p).abs().max()))
             off = max(float((a - b).abs().max()), float((a - c).abs().max()))
@@ -116,13 +118,12 @@ def test_stacks_and_blocks_change_nothing(shape, monkeypatch):
     p, g = torch.randn(3, *shape), 0.1 * torch.randn(3, *shape)
     dims = features.factored_dims(shape)
     t, scale, decay = torch.tensor([0.0, 5.0, 90.0]), torch.tensor([1.0, 0.5, 2.0]), torch.rand(3)
-    acc, together = lo.step(
-        config, phi, features.init_accumulators(p, dims), p, g, t, scale, dims, decay
-    )
-    for k, net in enumerate(nets):
+    net = lo.prepare(config, phi).at(t)
+    acc, together = lo.step(net, features.init_accumulators(p, dims), p, g, scale, dims, decay)
+    for k, single in enumerate(nets):
         one = slice(k, k + 1)
         _, alone = lo.literal_step(
-            config, lo.stacked(net), features.init_accumulators(p[one], dims), p[one], g[one],
+            config, lo.stacked(single), features.init_accumulators(p[one], dims), p[one], g[one],
             t[one], scale[one], dims, decay[one],
         )  # fmt: skip
         torch.testing.assert_close(
@@ -131,7 +132,7 @@ def test_stacks_and_blocks_change_nothing(shape, monkeypatch):
     for block in (500, 10**6):
         monkeypatch.setattr(lo, "BLOCK", block)
         q, acc_ = p.clone(), features.init_accumulators(p, dims)
-        lo.step_(config, phi, acc_, q, g, t, scale, dims, decay)
+        lo.step_(net, acc_, q, g, scale, dims, decay)
         torch.testing.assert_close(q, together, rtol=0, atol=1e-5 * float(q.abs().max()))
         for x, y in zip(acc, acc_, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=0)
@@ -156,7 +157,8 @@ def test_step_is_pure_and_differentiable():
     before = copy.deepcopy((phi, acc, p, g))
 
     def loss(w0):
-        _, q = lo.step(config, phi | {"w0": w0}, acc, p, g, torch.zeros(1), torch.ones(1), dims)
+        net = lo.prepare(config, phi | {"w0": w0}).at(torch.zeros(1))
+        _, q = lo.step(net, acc, p, g, torch.ones(1), dims)
         return q.square().sum()
 
     w0 = phi["w0"].clone().requires_grad_()
