@@ -85,6 +85,11 @@ def load(name: str | os.PathLike) -> LO:
         ) from None
 
 
+def about(path: str | os.PathLike) -> dict:
+    """What was saved with a learned optimizer: its recipe, its meta-loss and so on."""
+    return _read(Path(path)).get("about", {})
+
+
 def _digest(config: dict, weights: Phi) -> str:
     """SHA-256 of all that makes a learned optimizer what it is."""
     digest = hashlib.sha256(repr(sorted(config.items())).encode())

@@ -173,7 +173,7 @@ def lstm_step(
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
 ) -> tuple[Tensor, Tensor]:
-    """One step of the LSTM over the tensors of a net, which mix by a maximum: the new h and cell."""
+    """One step of the LSTM over the tensors of a net, which mix by a maximum: new h and cell."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)

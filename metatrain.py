@@ -7,33 +7,30 @@
     torchrun --nproc-per-node 2 metatrain.py    # the perturbations split over processes
     python metatrain.py --resume runs/mulo_m_desk_seed0        # go on where a run stopped
 
-Paper: appendix C (the recipes). `pes.py` has the estimator and the nets in training; here each
-outer step perturbs phi, advances the nets of each width in turn, averages the meta-gradients, clips
-and takes an AdamW step. A run is a folder: log.csv, the last checkpoints, lo.pt and a picture.
+Paper: appendix C. `pes.py` has the estimator, the nets in training and the outer step; here are the
+recipes and what makes them runs: a folder with log.csv, the last checkpoints, lo.pt and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
 import mulo
-import mup
-import tasks
 from checkpoints import write_atomically
-from pes import Particles, good_pairs, pes_gradient
+from pes import Trainer, expected_memory, pes_gradient
+
+__all__ = ["RECIPES", "Recipe", "Run", "Trainer", "pes_gradient", "recipe"]
 
 SCALES = ("desk", "paper")
 
@@ -129,108 +126,6 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
     return kind(config, torch.Generator().manual_seed(r.seed)).to(device)
 
 
-class Trainer:
-    """The outer loop: perturb, unroll each width in turn, average, clip, AdamW."""
-
-    def __init__(self, r: Recipe, device: str = "cpu", data: bool = True):
-        self.r, self.step, self.stop = r, 0, False
-        self.rank, self.world = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        )
-        if r.pairs % self.world:
-            raise ValueError(
-                f"{r.pairs} pairs cannot be split over {self.world} processes: change --pairs."
-            )
-        self.lo = new_lo(r, device)
-        self.phi = torch.nn.Parameter(parameters_to_vector(self.lo.parameters()))
-        self.adamw = torch.optim.AdamW([self.phi], lr=r.lr, weight_decay=r.weight_decay)
-        rules = mup.ALL if r.mup else ()
-        names = [f"{r.kind}_w{width}_d{r.depth}" for width in r.widths]
-        self.tasks = [tasks.get(name, rules=rules) for name in names]
-        shared = self.tasks[0].data(device=device) if data else None  # all widths have the same
-        share = r.pairs // self.world
-        mine = range(r.pairs)[self.rank * share : (self.rank + 1) * share]
-        self.particles = [
-            [
-                Particles(task, r, self.lo, mine[k : k + r.micro_batch], 100 * r.seed + n, shared)
-                for k in range(0, share, r.micro_batch)
-            ]
-            for n, task in enumerate(self.tasks)
-        ]
-
-    def rate(self) -> float:
-        """Linear warm-up, then a cosine from lr to lr_end."""
-        r = self.r
-        if self.step < r.warmup:
-            return r.lr * (self.step + 1) / r.warmup
-        x = (self.step - r.warmup) / max(1, r.steps - r.warmup)
-        return r.lr_end + (r.lr - r.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
-
-    def estimate(self, groups: list[Particles]) -> Tensor:
-        """A task's truncation: sums over its pairs of meta-gradient, good pairs, loss, (D + 2,)."""
-        parts = [p.truncation(self.phi.detach()) for p in groups]
-        delta, finished, eps = (torch.cat(x, d) for x, d in zip(zip(*parts), (1, 1, 0), strict=False))
-        xi = torch.cat([p.xi for p in groups])
-        mask = torch.ones_like(finished)
-        grad, xi = pes_gradient(delta, finished, mask, eps, xi, self.r.sigma)
-        for p, part in zip(groups, xi.split([len(p.xi) for p in groups]), strict=True):
-            p.xi = part
-        good = good_pairs(delta, mask).sum()
-        loss = sum(part[3] * len(p.xi) for p, part in zip(groups, parts, strict=True))
-        return torch.cat([grad * good, torch.stack([good.to(grad.dtype), loss])])
-
-    @torch.no_grad()
-    def advance(self) -> dict[str, float]:
-        """One outer step; returns what goes into the log."""
-        r, D = self.r, len(self.phi)
-        sums = torch.stack([self.estimate(groups) for groups in self.particles])  # (tasks, D + 2)
-        if self.world > 1:
-            stop = sums.new_full((1,), float(self.stop))
-            dist.all_reduce(flat := torch.cat([sums.flatten(), stop]))
-            sums, self.stop = flat[:-1].view_as(sums), bool(flat[-1])
-        good, losses = sums[:, D], sums[:, D + 1] / r.pairs
-        grad = (sums[:, :D] / good.clamp_min(1).unsqueeze(1)).mean(0)  # tasks count alike
-        norm = float(grad.norm())
-        self.phi.grad = grad * min(1.0, r.clip / (norm + 1e-12))
-        rate = self.adamw.param_groups[0]["lr"] = self.rate()
-        self.adamw.step()
-        self.step += 1
-        loss = float(losses.mean())
-        if not (math.isfinite(norm) and math.isfinite(loss) and self.phi.isfinite().all()):
-            raise FloatingPointError(f"meta-loss or meta-gradient not finite at step {self.step}")
-        row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
-        row["bad_pairs"] = int(r.pairs * len(self.tasks) - good.sum())
-        return row | {f"loss_w{w}": x for w, x in zip(r.widths, losses.tolist(), strict=True)}
-
-    def result(self) -> mulo.LO:
-        """The learned optimizer as it is now."""
-        vector_to_parameters(self.phi.detach().clone(), self.lo.parameters())
-        return self.lo
-
-    def state_dict(self) -> dict:
-        return {
-            "recipe": dataclasses.asdict(self.r),
-            "processes": self.world,
-            "step": self.step,
-            "phi": self.phi.detach(),
-            "adamw": self.adamw.state_dict(),
-            "particles": [[p.state_dict() for p in groups] for groups in self.particles],
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        if state["processes"] != self.world:
-            raise ValueError(
-                f"the run was split over {state['processes']} processes, not {self.world}: "
-                f"resume it with torchrun --nproc-per-node {state['processes']}."
-            )
-        self.step = state["step"]
-        self.phi.data.copy_(state["phi"])
-        self.adamw.load_state_dict(state["adamw"])
-        for groups, saved in zip(self.particles, state["particles"], strict=True):
-            for p, s in zip(groups, saved, strict=True):
-                p.load_state_dict(s)
-
-
 class Run:
     """A trainer with a folder: log.csv, the last checkpoints, and lo.pt at the end.
 
@@ -238,9 +133,11 @@ class Run:
     """
 
     KEEP = 3
+    HISTORY = ("rows", "seconds", "command")
 
     def __init__(self, trainer: Trainer, out: Path):
         self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
+        self.command = " ".join(["python", *sys.argv])
         out.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
@@ -250,7 +147,7 @@ class Run:
 
     def save(self) -> None:
         """Checkpoint and log, each written whole and renamed."""
-        state = self.trainer.state_dict() | {"rows": self.rows, "seconds": self.seconds}
+        state = self.trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}
         rank = self.trainer.rank
         path = self.out / f"checkpoint_{self.trainer.step:06}{_suffix(rank)}.pt"
         write_atomically(path, lambda file: torch.save(state, file))
@@ -288,9 +185,11 @@ class Run:
             raise FileNotFoundError(f"no checkpoint that can be read in {out}: start the run anew.")
         state = readable[max(steps)]
         fields = state["recipe"] | {"widths": tuple(state["recipe"]["widths"])}
-        run = cls(Trainer(Recipe(**fields), device), out)
+        r = Recipe(**fields)
+        run = cls(Trainer(r, new_lo(r, device)), out)
         run.trainer.load_state_dict(state)
-        run.rows, run.seconds = state["rows"], state["seconds"]
+        for name in cls.HISTORY:
+            setattr(run, name, state[name])
         return run
 
     def train(self, every: int) -> None:
@@ -310,14 +209,15 @@ class Run:
         if trainer.step < trainer.r.steps:
             raise KeyboardInterrupt
         if trainer.rank == 0:
-            about = {"recipe": dataclasses.asdict(trainer.r), "minutes": self.seconds / 60}
+            about = {"recipe": dataclasses.asdict(trainer.r), "command": self.command}
+            about |= {"commit": commit(), "minutes": self.seconds / 60}
             about["meta_loss"] = mean_loss(self.rows[-20:])
             mulo.save(trainer.result(), self.out / "lo.pt", **about)
 
     def _train(self, every: int) -> None:
         trainer, r, started = self.trainer, self.trainer.r, self.trainer.step
         inner = r.truncation * len(r.widths) * 2 * r.pairs
-        hide = True if trainer.rank else None
+        hide = trainer.rank > 0
         with tqdm(total=r.steps, initial=started, desc=r.name, unit="step", disable=hide) as bar:
             clock = time.monotonic()
             while trainer.step < r.steps and not trainer.stop:
@@ -341,6 +241,15 @@ def _suffix(rank: int) -> str:
 
 def mean_loss(rows: list[dict]) -> float:
     return sum(row["meta_loss"] for row in rows) / len(rows)
+
+
+def commit() -> str:
+    """The commit that this code is at, if it is a git checkout."""
+    args = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(args, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def keep_freed_memory() -> None:
@@ -387,23 +296,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _changes(args: argparse.Namespace) -> dict:
+    """The numbers given on the command line."""
+    found = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Recipe)}
+    found = {k: v for k, v in found.items() if v is not None and k != "scale"}
+    return {k: tuple(v) if k == "widths" else v for k, v in found.items()}
+
+
 def _start(args: argparse.Namespace, device: str) -> Run:
     """The run that the command line asks for, new or resumed."""
-    changes = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Recipe)}
-    changes = {k: v for k, v in changes.items() if v is not None and k != "scale"}
+    changes = _changes(args)
     if args.resume:
         if changes or args.out:
             raise ValueError("a resumed run keeps its numbers and its folder: leave them out.")
         return Run.resume(args.resume, device)
-    if args.widths:
-        changes["widths"] = tuple(args.widths)
     r = recipe(args.recipe, args.scale, **changes)
-    if args.dry_run:
-        return Run(Trainer(r, "meta", data=False), Path("/dev/null"))
     out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
     if Run.checkpoints(out):
         raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
-    return Run(Trainer(r, device), out)
+    return Run(Trainer(r, new_lo(r, device)), out)
 
 
 def main() -> None:
@@ -412,8 +323,17 @@ def main() -> None:
         sys.exit("metatrain.py: --checkpoint-every must be 1 or more.")
     keep_freed_memory()
     try:
+        if args.dry_run:
+            r = recipe(args.recipe, args.scale, **_changes(args))
+            return print(expected_memory(Trainer(r, new_lo(r, "meta"), data=False)))
         run = _start(args, start_processes(args.device))
         run.train(args.checkpoint_every)
+        if run.trainer.rank == 0:
+            print(f"The optimizer is {run.out / 'lo.pt'}.")
+            if not args.no_picture:
+                import evaluate  # which imports this file
+
+                print(evaluate.close(run, args.device))
     except KeyboardInterrupt:
         if run is None or not run.rows:
             sys.exit("stopped before the first step: nothing to resume, start again.")

@@ -1,23 +1,31 @@
 """Persistent Evolution Strategies: the meta-gradient of a learned optimizer, from nets in training.
 
-    particles = Particles(task, r, lo, range(8), seed=0)
-    delta, finished, eps, loss = particles.truncation(phi)
-    grad, particles.xi = pes_gradient(delta, finished, mask, eps, particles.xi, r.sigma)
+    trainer = Trainer(recipe, lo)
+    for _ in range(recipe.steps):
+        row = trainer.advance()             # an outer step: its meta-loss, and so on
 
 Paper: eq. 1 (the meta-objective), section 2 and appendix C. Pairs of nets are trained side by side
 with phi + eps and phi - eps for a few steps at a time (a truncation); each pair remembers its past
 perturbations xi, so that unrolls of many truncations are not biased. The two halves of a pair share
 initial weights, data and length; everything else about a pair follows from its own seed, so the
-result does not depend on how pairs are spread over micro-batches or processes.
+result does not depend on how pairs are spread over micro-batches or processes. `metatrain.py` has
+the recipes, whose numbers are `r` here, and runs that can be resumed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import weakref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import mup
 import stacked
 import tasks
 from lo import LO, Phi
@@ -68,7 +76,7 @@ class Particles:
     def __init__(
         self,
         task: tasks.Task,
-        r,  # the numbers of the run: a metatrain.Recipe
+        r,  # metatrain.Recipe
         lo: LO,
         pairs: range,  # which of the task's pairs these are
         seed: int,  # of the task; that of a pair follows
@@ -158,3 +166,158 @@ class Particles:
             if name != "generators":
                 setattr(self, name, value)
         self.t, self.length = self.t.cpu(), self.length.cpu()
+
+
+class Trainer:
+    """The outer loop: perturb, unroll each width in turn, average, clip, AdamW."""
+
+    def __init__(self, r, lo: LO, data: bool = True):
+        self.r, self.lo, self.step, self.stop = r, lo, 0, False
+        self.rank, self.world = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
+        if r.pairs % self.world:
+            raise ValueError(
+                f"{r.pairs} pairs cannot be split over {self.world} processes: change --pairs."
+            )
+        self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
+        self.adamw = torch.optim.AdamW([self.phi], lr=r.lr, weight_decay=r.weight_decay)
+        rules = mup.ALL if r.mup else ()
+        names = [f"{r.kind}_w{width}_d{r.depth}" for width in r.widths]
+        self.tasks = [tasks.get(name, rules=rules) for name in names]
+        shared = (
+            self.tasks[0].data(device=str(self.phi.device)) if data else None
+        )  # all widths have the same
+        share = r.pairs // self.world
+        mine = range(r.pairs)[self.rank * share : (self.rank + 1) * share]
+        self.particles = [
+            [
+                Particles(task, r, lo, mine[k : k + r.micro_batch], 100 * r.seed + n, shared)
+                for k in range(0, share, r.micro_batch)
+            ]
+            for n, task in enumerate(self.tasks)
+        ]
+
+    def rate(self) -> float:
+        """Linear warm-up, then a cosine from lr to lr_end."""
+        r = self.r
+        if self.step < r.warmup:
+            return r.lr * (self.step + 1) / r.warmup
+        x = (self.step - r.warmup) / max(1, r.steps - r.warmup)
+        return r.lr_end + (r.lr - r.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
+
+    def estimate(self, groups: list[Particles]) -> Tensor:
+        """A task's truncation: sums over its pairs of meta-gradient, good pairs, loss, (D + 2,)."""
+        parts = [p.truncation(self.phi.detach()) for p in groups]
+        delta, finished = (torch.cat(x, 1) for x in list(zip(*parts, strict=True))[:2])
+        eps, xi = torch.cat([part[2] for part in parts]), torch.cat([p.xi for p in groups])
+        mask = torch.ones_like(finished)
+        grad, xi = pes_gradient(delta, finished, mask, eps, xi, self.r.sigma)
+        for p, part in zip(groups, xi.split([len(p.xi) for p in groups]), strict=True):
+            p.xi = part
+        good = good_pairs(delta, mask).sum()
+        loss = sum(part[3] * len(p.xi) for p, part in zip(groups, parts, strict=True))
+        return torch.cat([grad * good, torch.stack([good.to(grad.dtype), loss])])
+
+    @torch.no_grad()
+    def advance(self) -> dict[str, float]:
+        """One outer step; returns what goes into the log."""
+        r, D = self.r, len(self.phi)
+        sums = torch.stack([self.estimate(groups) for groups in self.particles])  # (tasks, D + 2)
+        if self.world > 1:
+            stop = sums.new_full((1,), float(self.stop))
+            dist.all_reduce(flat := torch.cat([sums.flatten(), stop]))
+            sums, self.stop = flat[:-1].view_as(sums), bool(flat[-1])
+        good, losses = sums[:, D], sums[:, D + 1] / r.pairs
+        grad = (sums[:, :D] / good.clamp_min(1).unsqueeze(1)).mean(0)  # tasks count alike
+        norm = float(grad.norm())
+        self.phi.grad = grad * min(1.0, r.clip / (norm + 1e-12))
+        rate = self.adamw.param_groups[0]["lr"] = self.rate()
+        self.adamw.step()
+        self.step += 1
+        loss = float(losses.mean())
+        if not (math.isfinite(norm) and math.isfinite(loss) and self.phi.isfinite().all()):
+            raise FloatingPointError(f"meta-loss or meta-gradient not finite at step {self.step}")
+        row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
+        row["bad_pairs"] = int(r.pairs * len(self.tasks) - good.sum())
+        return row | {f"loss_w{w}": x for w, x in zip(r.widths, losses.tolist(), strict=True)}
+
+    def result(self) -> LO:
+        """The learned optimizer as it is now."""
+        vector_to_parameters(self.phi.detach().clone(), self.lo.parameters())
+        return self.lo
+
+    def state_dict(self) -> dict:
+        return {
+            "recipe": dataclasses.asdict(self.r),
+            "processes": self.world,
+            "step": self.step,
+            "phi": self.phi.detach(),
+            "adamw": self.adamw.state_dict(),
+            "particles": [[p.state_dict() for p in groups] for groups in self.particles],
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["processes"] != self.world:
+            raise ValueError(
+                f"the run was split over {state['processes']} processes, not {self.world}: "
+                f"resume it with torchrun --nproc-per-node {state['processes']}."
+            )
+        self.step = state["step"]
+        self.phi.data.copy_(state["phi"])
+        self.adamw.load_state_dict(state["adamw"])
+        for groups, saved in zip(self.particles, state["particles"], strict=True):
+            for p, s in zip(groups, saved, strict=True):
+                p.load_state_dict(s)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, on the meta device too, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.now, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.alive:
+                self._add(x.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.alive.add(key)
+        self.now += size
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self.alive.discard(key)
+        self.now -= size
+
+
+def expected_memory(trainer) -> str:
+    """What a run would take, from a metatrain.Trainer on the meta device: one inner step a task."""
+    r, lines, kept, most = trainer.r, [], 0, 0
+    for task, groups in zip(trainer.tasks, trainer.particles, strict=True):
+        held = [*(x for p in groups for d in (p.theta, p.state) for x in d.values())]
+        held = sum(x.nbytes for x in [*held, *(p.xi for p in groups)])
+        n = len(groups[0].t)
+        with Peak() as peak:
+            x = torch.zeros(2 * n, r.batch_size, *task.shape, device="meta")
+            batch = (x, torch.zeros(2 * n, r.batch_size, device="meta", dtype=torch.long))
+            if task.family == "lm":
+                batch = (x.long(), x.long(), x.bool())
+            phi = unflatten(torch.zeros(2 * n, len(trainer.phi), device="meta"), trainer.lo)
+            groups[0].inner_step(groups[0].opt.prepare(phi), batch)
+        kept, most = kept + held, max(most, peak.peak)
+        lines.append(
+            f"{task.name}: nets and their state {held / 2**30:.2f} GiB, while {2 * n} of "
+            f"{2 * r.pairs} nets train {peak.peak / 2**30:.2f} GiB more"
+        )
+    lines.append(
+        f"{r.name}, {len(trainer.phi):,} weights: about {(kept + most) / 2**30:.2f} GiB in all, and "
+        "the data set; a smaller --micro-batch takes less"
+    )
+    return "\n".join(lines)

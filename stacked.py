@@ -151,7 +151,8 @@ class Adam:
         self.scale, self.eps = update_scales(task), eps
         self.lr = torch.as_tensor(lr, dtype=torch.float32)
         self.b1, self.b2, self.weight_decay = (
-            torch.as_tensor(x, dtype=torch.float32).expand_as(self.lr) for x in (b1, b2, weight_decay)
+            torch.as_tensor(x, dtype=torch.float32).expand_as(self.lr)
+            for x in (b1, b2, weight_decay)
         )
 
     def init(self, theta: Theta) -> State:

@@ -1,0 +1,128 @@
+"""Stacked optimizers against the Optimizers for one net, and training of many nets at once."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import lo as lo_module
+import mulo
+import mup
+import stacked
+import tasks
+
+TASK = tasks.get("fashion8_mlp_w12_d3", batch_size=16)
+
+
+def random_lo(net, seed, **config):
+    gen = torch.Generator().manual_seed(seed)
+    kind = mulo.VeLO if net == "velo" else mulo.SmallFC
+    config = mulo.LOConfig(net=net, hidden_size=4, lstm_hidden=6, param_inits=5, **config)
+    lo = kind(config, gen)
+    for w in lo.parameters():  # so that no zero hides a term
+        w.add_(0.03 * torch.randn(w.shape, generator=gen))
+    return lo
+
+
+@pytest.mark.parametrize("rules", [mup.ALL, ()], ids=["mup", "SP"])
+@pytest.mark.parametrize(
+    ("net", "config"),
+    [("small_fc", {}), ("velo", {}), ("velo", {"param_scale_mult": True})],
+    ids=["small_fc", "velo", "velo, times RMS(W)"],
+)
+def test_learned_is_the_optimizer_for_one_net(net, config, rules):
+    """Three nets with weights phi of their own, side by side and each under MuLO."""
+    task, P, steps = dataclasses.replace(TASK, rules=rules), 3, 6
+    los = [random_lo(net, k, lam1=0.1, **config) for k in range(P)]
+    phi = {k: torch.cat([lo_module.stacked(lo)[k] for lo in los]) for k in lo_module.stacked(los[0])}
+    gens = [torch.Generator().manual_seed(k) for k in range(P)]
+    models = [task.model(g) for g in gens]
+    roles = task.roles()
+    horizons = [6, 20, 700]
+    singles = [
+        mulo.MuLO(mulo.param_groups(m, roles, rules=rules), lo, num_steps=n)
+        for m, lo, n in zip(models, los, horizons, strict=True)
+    ]
+    theta = {k: torch.stack([dict(m.named_parameters())[k].detach() for m in models])
+             for k in roles}  # fmt: skip
+    opt = stacked.Learned(los[0].config, task)
+    state = opt.init(theta, phi, torch.tensor(horizons, dtype=torch.float32))
+    net, data = opt.prepare(phi), task.data()
+    before = {k: p.clone() for k, p in theta.items()}
+    for t in range(steps):
+        batch = stacked.batches(data, gens, task.batch_size)
+        losses, grads = stacked.gradients(task, theta, batch)
+        now = torch.full((P,), float(t))
+        state, theta = opt.step(net, state, theta, grads, losses, now)
+        for k, (model, single) in enumerate(zip(models, singles, strict=True)):
+            for name, p in model.named_parameters():
+                p.grad = grads[name][k]
+            single.step(loss=losses[k])
+    for name, p in theta.items():
+        moved = (p - before[name]).abs().max()
+        assert moved > 1e-5
+        for k, model in enumerate(models):
+            error = (dict(model.named_parameters())[name] - p[k]).abs().max()
+            assert error <= 2e-4 * moved, name
+
+
+def test_adam_is_torchs():
+    """Nets with rates, betas and decays of their own, each beside torch.optim.AdamW."""
+    task, P = dataclasses.replace(TASK, rules=()), 3
+    lr, b1 = torch.tensor([1e-3, 1e-2, 0.1]), torch.tensor([0.9, 0.85, 0.99])
+    b2, decay = torch.tensor([0.999, 0.95, 0.9]), torch.tensor([0.0, 0.1, 0.01])
+    gens = [torch.Generator().manual_seed(k) for k in range(P)]
+    models = [task.model(g) for g in gens]
+    theta = {k: torch.stack([dict(m.named_parameters())[k].detach() for m in models])
+             for k in task.roles()}  # fmt: skip
+    singles = [
+        torch.optim.AdamW(m.parameters(), float(lr[k]), (float(b1[k]), float(b2[k])),
+                          weight_decay=float(decay[k]))
+        for k, m in enumerate(models)
+    ]  # fmt: skip
+    opt, data = stacked.Adam(task, lr, b1, b2, decay), task.data()
+    state = opt.init(theta)
+    for t in range(8):
+        batch = stacked.batches(data, gens, task.batch_size)
+        _, grads = stacked.gradients(task, theta, batch)
+        for k, (model, single) in enumerate(zip(models, singles, strict=True)):
+            for name, p in model.named_parameters():
+                p.grad = grads[name][k].clone()
+            single.step()
+        state, theta = opt.step(state, theta, grads, t)
+        for k, model in enumerate(models):
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(theta[name][k], p.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_muadam_scales_hidden_updates():
+    """At the first step Adam's update is lr * sign(g): hidden weights get lr / fan_in."""
+    theta = TASK.init(1, torch.Generator().manual_seed(0))
+    before = {k: p.clone() for k, p in theta.items()}
+    opt = stacked.Adam(TASK, torch.tensor([0.5]))
+    grads = {k: torch.randn_like(p) for k, p in theta.items()}
+    opt.step(opt.init(theta), theta, grads, 0)
+    roles = TASK.roles()
+    for name, p in theta.items():
+        expected = 0.5 / 12 if roles[name] == "hidden" else 0.5
+        moved = (before[name] - p).abs()
+        torch.testing.assert_close(moved, torch.full_like(p, expected), rtol=1e-3, atol=1e-6)
+
+
+def test_copies_of_a_seed_see_the_same():
+    """Copies share init and batches: equal rates give equal curves; a seed alone gives the same."""
+    lr = torch.tensor([1e-3, 1e-3, 1e-2, 1e-2, 1e-3, 1e-3])
+    losses = stacked.train(TASK, lambda task: stacked.Adam(task, lr), 5, [3, 4], copies=3)
+    assert losses.shape == (5, 6)
+    assert torch.equal(losses[:, :2], losses[:, 4:])
+    assert not torch.allclose(losses[2:, :2], losses[2:, 2:4])
+    alone = stacked.train(TASK, lambda task: stacked.Adam(task, lr[:1]), 5, [4])
+    torch.testing.assert_close(losses[:, 1:2], alone)
+
+
+def test_schedule_drives_the_learned_optimizer():
+    lo = random_lo("small_fc", 0, lam1=0.1)
+    still = stacked.train(TASK, lo, 4, [0], schedule=lambda t: 0.0)
+    moving = stacked.train(TASK, lo, 4, [0])
+    assert torch.equal(still[0], moving[0])
+    assert not torch.allclose(still[1:], moving[1:])
