@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -150,7 +151,9 @@ class Run:
         state = self.trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}
         rank = self.trainer.rank
         path = self.out / f"checkpoint_{self.trainer.step:06}{_suffix(rank)}.pt"
-        write_atomically(path, lambda file: torch.save(state, file))
+        buffer = io.BytesIO()  # torch.save to a full disk fails with an error of its own
+        torch.save(state, buffer)
+        write_atomically(path, lambda file: file.write(buffer.getbuffer()))
         for old in self.checkpoints(self.out, rank)[: -self.KEEP]:
             old.unlink()
         if rank == 0:

@@ -317,7 +317,7 @@ def expected_memory(trainer) -> str:
             f"{2 * r.pairs} nets train {peak.peak / 2**30:.2f} GiB more"
         )
     lines.append(
-        f"{r.name}, {len(trainer.phi):,} weights: about {(kept + most) / 2**30:.2f} GiB in all, and "
-        "the data set; a smaller --micro-batch takes less"
+        f"{r.name}, {len(trainer.phi):,} weights: about {(kept + most) / 2**30:.2f} GiB in all, "
+        "and the data set; a smaller --micro-batch takes less"
     )
     return "\n".join(lines)

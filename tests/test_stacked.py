@@ -34,7 +34,9 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
     """Three nets with weights phi of their own, side by side and each under MuLO."""
     task, P, steps = dataclasses.replace(TASK, rules=rules), 3, 6
     los = [random_lo(net, k, lam1=0.1, **config) for k in range(P)]
-    phi = {k: torch.cat([lo_module.stacked(lo)[k] for lo in los]) for k in lo_module.stacked(los[0])}
+    phi = {
+        k: torch.cat([lo_module.stacked(lo)[k] for lo in los]) for k in lo_module.stacked(los[0])
+    }
     gens = [torch.Generator().manual_seed(k) for k in range(P)]
     models = [task.model(g) for g in gens]
     roles = task.roles()

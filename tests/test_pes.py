@@ -1,0 +1,276 @@
+"""PES against golden vectors and closed forms; particles, micro-batches, processes, memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from golden_files import GOLDEN
+
+import bench
+import metatrain
+import pes
+import tasks
+from pes import pes_gradient
+
+ROOT = Path(__file__).parents[1]
+CASES = ["noreset", "first", "last", "mixed"]
+
+
+def flat(z, prefix, names, pairs=True):
+    """The arrays prefix/name of a golden file side by side, (n, D), or (D,) for a gradient."""
+    parts = [torch.tensor(z[f"{prefix}/{name}"]) for name in names]
+    return torch.cat([x.reshape(len(x), -1) if pairs else x.reshape(-1) for x in parts], -1)
+
+
+@pytest.mark.parametrize("sign", ["", "_sign0.3"])
+@pytest.mark.parametrize("case", CASES)
+def test_golden_formula(case, sign):
+    z = np.load(GOLDEN / "pes_formula.npz")
+    delta = torch.tensor(z[f"{case}/p_loss"] - z[f"{case}/n_loss"])
+    mask = torch.tensor(z[f"{case}/mask"])
+    if sign:
+        delta = (0.3 * (delta * mask).mean(0).sign()).expand_as(delta)
+    finished = torch.tensor(z[f"{case}/is_done"]).cumsum(0) > 0
+    eps, xi = (flat(z, f"{case}/{k}", "ab") for k in ("eps", "acc_before"))
+    grad, new_xi = pes_gradient(delta, finished, mask, eps, xi, float(z["cfg/std"]))
+    expected = flat(z, f"{case}{sign}/grad", "ab", pairs=False)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+    torch.testing.assert_close(new_xi, flat(z, f"{case}{sign}/acc_after", "ab"))
+
+
+def test_a_bad_pair_is_left_out():
+    """NaN in one pair: the gradient is that of the others; the reference gives NaN for all."""
+    z = np.load(GOLDEN / "pes_formula.npz")
+    delta = torch.tensor(z["nan/p_loss"] - z["nan/n_loss"])
+    mask, finished = torch.tensor(z["nan/mask"]), torch.tensor(z["nan/is_done"]).cumsum(0) > 0
+    eps, xi = (flat(z, f"nan/{k}", "ab") for k in ("eps", "acc_before"))
+    good = torch.where(mask, delta, 0).isfinite().all(0)
+    assert 0 < good.sum() < len(good)
+    grad, _ = pes_gradient(delta, finished, mask, eps, xi, 0.01)
+    expected, _ = pes_gradient(
+        delta[:, good], finished[:, good], mask[:, good], eps[good], xi[good], 0.01
+    )
+    torch.testing.assert_close(grad, expected)
+    assert grad.isfinite().all()
+
+
+def test_golden_quadratic():
+    """The reference's whole schedule on a quadratic: own trajectories, resets, masks, gradients."""
+    z = np.load(GOLDEN / "pes_quadratic.npz")
+    h, x0 = torch.tensor(z["cfg/h"]), torch.tensor(z["cfg/x0"])
+    x = [torch.tensor(z["x_pos_before"][0]), torch.tensor(z["x_neg_before"][0])]  # (n, 3)
+    inner, done = torch.tensor(z["inner_step_before"][0]), torch.tensor(z["is_done_before"][0])
+    xi = torch.cat(
+        [torch.tensor(z["acc_before/drift"][0]), torch.tensor(z["acc_before/log_lr"][0])[:, None]],
+        1,
+    )
+    for call in range(len(z["data"])):
+        eps = torch.cat(
+            [torch.tensor(z["eps/drift"][call]), torch.tensor(z["eps/log_lr"][call])[:, None]], 1
+        )
+        theta = torch.cat(
+            [torch.tensor(z["theta/drift"][call]), torch.tensor(z["theta/log_lr"][call])[None]]
+        )
+        deltas, masks, dones = [], [], []
+        for data in torch.tensor(z["data"][call]):
+            mask, losses = ~done, []
+            for side, sign in enumerate((1, -1)):
+                phi = theta + sign * eps  # (n, 4)
+                losses.append(0.5 * (h * (x[side] - data) ** 2).sum(-1) * mask)
+                moved = x[side] - phi[:, 3:].exp() * (h * (x[side] - data) + phi[:, :3])
+                x[side] = torch.where(mask[:, None], moved, x0)
+            inner = torch.where(mask, inner + 1, 0)
+            done = mask & (inner >= int(z["cfg/total_length"]))
+            deltas.append(losses[0] - losses[1])
+            masks.append(mask)
+            dones.append(done)
+        np.testing.assert_array_equal(torch.stack(masks), z["mask"][call])
+        np.testing.assert_array_equal(torch.stack(dones), z["is_done"][call])
+        finished = torch.stack(dones).cumsum(0) > 0
+        grad, xi = pes_gradient(
+            torch.stack(deltas), finished, torch.stack(masks), eps, xi, float(z["cfg/std"])
+        )
+        np.testing.assert_allclose(grad[:3], z["grad/drift"][call], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(grad[3], z["grad/log_lr"][call], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(xi[:, :3], z["acc_after/drift"][call], rtol=1e-5)
+
+
+def quadratic_unrolls(n, length, truncation, sigma, seed, carry=True):
+    """PES on x <- x - exp(phi) x, loss x^2, over whole unrolls from x = 1; the mean gradient."""
+    gen = torch.Generator().manual_seed(seed)
+    phi = torch.tensor(-2.0, dtype=torch.float64)
+    x, xi = torch.ones(2, n, dtype=torch.float64), torch.zeros(n, 1, dtype=torch.float64)
+    grads = []
+    for _ in range(length // truncation):
+        eps = sigma * torch.randn(n, 1, generator=gen, dtype=torch.float64)
+        rate = torch.stack([(phi + eps[:, 0]).exp(), (phi - eps[:, 0]).exp()])
+        deltas = []
+        for _ in range(truncation):
+            deltas.append(x[0] ** 2 - x[1] ** 2)
+            x = x * (1 - rate)
+        delta = torch.stack(deltas)
+        no = torch.zeros_like(delta, dtype=torch.bool)
+        grad, xi = pes_gradient(delta, no, ~no, eps, xi if carry else 0 * xi, sigma)
+        grads.append(grad)
+    return torch.stack(grads).mean()
+
+
+def analytic(length):
+    """d/dphi of the mean over t of (1 - e^phi)^(2t)."""
+    phi = torch.tensor(-2.0, dtype=torch.float64, requires_grad=True)
+    t = torch.arange(length, dtype=torch.float64)
+    (1 - phi.exp()).pow(2 * t).mean().backward()
+    return float(phi.grad)
+
+
+def test_unbiased_on_a_quadratic():
+    """The estimate meets the analytic meta-gradient; truncated ES, without xi, does not."""
+    expected = analytic(20)
+    pes = float(quadratic_unrolls(400_000, 20, 4, 0.01, 0))
+    assert pes == pytest.approx(expected, rel=0.03)
+    es = float(quadratic_unrolls(400_000, 20, 4, 0.01, 0, carry=False))
+    assert abs(es - expected) > 0.2 * abs(expected)
+
+
+def test_is_plain_es_when_a_truncation_is_the_unroll():
+    torch.manual_seed(0)
+    delta, eps = torch.randn(10, 6), 0.1 * torch.randn(6, 3)
+    no = torch.zeros(10, 6, dtype=torch.bool)
+    grad, _ = pes_gradient(delta, no, ~no, eps, torch.zeros(6, 3), 0.1)
+    torch.testing.assert_close(grad, (delta.mean(0)[:, None] * eps).mean(0) / (2 * 0.1**2))
+
+
+TINY = {
+    "widths": (8, 16), "pairs": 4, "unroll": 6, "shortest": 3, "truncation": 4, "steps": 6,
+    "batch_size": 8, "hidden_size": 4, "lstm_hidden": 6, "param_inits": 5, "warmup": 2,
+}  # fmt: skip
+
+
+def trainer_of(name="mulo_m", **changes):
+    r = metatrain.recipe(name, **(TINY | changes))
+    return metatrain.Trainer(r, metatrain.new_lo(r))
+
+
+@pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
+def test_halves_of_a_pair_share_all_but_phi(name):
+    """With (almost) no perturbation both halves stay equal, through resets."""
+    trainer = trainer_of(name, sigma=1e-30)
+    [particles] = trainer.particles[0]
+    n, seen = 4, []
+    for _ in range(6):
+        delta, finished, eps, _ = particles.truncation(trainer.phi.detach())
+        assert not delta.any()
+        assert eps.any()
+        seen.append(finished)
+        for p in (*particles.theta.values(), *particles.state.values()):
+            assert torch.equal(p[:n], p[n:])
+        assert (particles.t <= particles.length).all()
+    assert torch.cat(seen[1:]).any()
+    assert not torch.equal(*particles.theta["layers.0.weight"][:2])
+
+
+def test_unrolls_begin_desynchronised_and_last_as_told():
+    trainer = trainer_of(pairs=8, unroll=60, shortest=20, truncation=1)
+    [particles] = trainer.particles[0]
+    lengths, ends = [], []
+    for _ in range(200):
+        before = particles.t.clone()
+        particles.truncation(trainer.phi.detach())
+        ends += before[particles.t == 1].tolist()
+        lengths.append(particles.length.clone())
+    first, later = lengths[0], torch.stack(lengths[-20:])
+    assert first.unique().numel() >= 4
+    assert first.min() < 20 <= later.min()
+    assert later.max() <= 60
+    assert len(set(ends)) > 10
+
+
+def test_divergence_restarts_the_pair_and_spares_the_others():
+    trainer = trainer_of(unroll=100, shortest=100, pairs=2)
+    [particles] = trainer.particles[0]
+    particles.truncation(trainer.phi.detach())
+    particles.t[:], particles.length[:] = 5, 100
+    particles.theta["layers.0.weight"][0] = float("nan")
+    delta, finished, _, loss = particles.truncation(trainer.phi.detach())
+    assert delta.isfinite().all()
+    assert float(loss) < particles.bound
+    assert finished[:, 0].tolist() == [False, True, True, True]
+    assert not finished[:, 1].any()
+    assert all(p.isfinite().all() for p in particles.theta.values())
+
+
+@pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
+def test_micro_batches_change_nothing(name):
+    whole, split = trainer_of(name, micro_batch=4), trainer_of(name, micro_batch=1)
+    assert [len(groups) for groups in split.particles] == [4, 4]
+    for _ in range(4):
+        a, b = whole.advance(), split.advance()
+        assert a["meta_loss"] == pytest.approx(b["meta_loss"], rel=1e-5)
+        torch.testing.assert_close(whole.phi.grad, split.phi.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_other_seeds_are_other_runs():
+    rows = [trainer_of(seed=seed).advance()["meta_loss"] for seed in (0, 1, 0)]
+    assert rows[0] == rows[2] != rows[1]
+
+
+def test_two_processes_give_the_meta_gradient_of_one(tmp_path):
+    """torchrun with gloo: each of two processes has half the pairs."""
+    script = tmp_path / "two.py"
+    script.write_text(f"""
+import sys, torch, torch.distributed as dist
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import metatrain
+from test_pes import trainer_of
+torch.set_num_threads(1)
+metatrain.start_processes("cpu")
+trainer = trainer_of()
+assert [len(p.t) for groups in trainer.particles for p in groups] == [2, 2]
+grads = []
+for _ in range(3):
+    trainer.advance()
+    grads.append(trainer.phi.grad)
+torch.save(grads, {str(tmp_path)!r} + f"/grads{{dist.get_rank()}}.pt")
+dist.destroy_process_group()
+""")
+    args = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--master-port", "0", "--standalone", script]  # fmt: skip
+    done = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one = trainer_of()
+    ranks = [torch.load(tmp_path / f"grads{k}.pt") for k in (0, 1)]
+    for a, b in zip(*ranks, strict=True):
+        one.advance()
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, one.phi.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_it_learns():
+    """A few dozen outer steps at a tiny size bring the meta-loss down."""
+    trainer = trainer_of(widths=(8,), unroll=40, shortest=40, truncation=20)
+    losses = [trainer.advance()["meta_loss"] for _ in range(100)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.02
+
+
+def test_expected_memory():
+    """The meta device's count is what torch's profiler sees on the CPU."""
+    r = metatrain.recipe("mulo_m", **(TINY | {"widths": (256,), "batch_size": 64}))
+    trainer = metatrain.Trainer(r, metatrain.new_lo(r))
+    [particles] = trainer.particles[0]
+    particles.truncation(trainer.phi.detach())
+    phi = torch.zeros(8, len(trainer.phi))
+
+    def inner() -> None:
+        batch = (torch.zeros(8, 64, 1, 8, 8), torch.zeros(8, 64, dtype=torch.long))
+        particles.inner_step(particles.opt.prepare(pes.unflatten(phi, trainer.lo)), batch)
+
+    with pes.Peak() as peak:
+        inner()
+    assert peak.peak == pytest.approx(bench.extra_bytes(inner), rel=0.1)
+    meta = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
+    said = pes.expected_memory(meta)
+    assert f"{tasks.get('fashion8_mlp_w256_d3').name}: nets and their state 0.0" in said
+    assert f"while 8 of 8 nets train {peak.peak / 2**30:.2f} GiB more" in said
