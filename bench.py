@@ -2,6 +2,7 @@
 
     python bench.py step                # the optimizer step: literal and folded form, and AdamW
     python bench.py tasks               # stacked nets against a loop, batches against a DataLoader
+    python bench.py metatrain           # an outer step against vmap and literal features
     python bench.py step --repeats 50   # steadier figures
 
 Contestants take turns; each one's figure is the minimum over the repeats of the CPU time of a step,
@@ -14,6 +15,7 @@ was there before, as torch's profiler reports every allocation.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import statistics
@@ -27,7 +29,9 @@ from torch import nn
 import data
 import features
 import lo
+import metatrain
 import mulo
+import pes
 import tasks
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
@@ -184,13 +188,61 @@ def bench_tasks(repeats: int) -> None:
     print(f"{ratio:.1f}x faster (2 threads) than a DataLoader with 2 workers")
 
 
+def straightforward(particles: pes.Particles) -> Callable:
+    """An inner step as one would first write it: vmap over nets, literal features."""
+    task, opt = particles.task, particles.opt
+    model = task.skeleton()
+
+    def loss(theta: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = torch.func.functional_call(model, theta, (x,))
+        return torch.nn.functional.cross_entropy(logits, y)
+
+    def update(phi: dict, acc: dict, p: torch.Tensor, g: torch.Tensor, t: torch.Tensor, name: str):
+        phi = {k: w[None] for k, w in phi.items()}
+        acc = features.Accumulators(*(x[None] for x in acc))
+        scale = torch.full((1,), opt.scale[name])
+        rest = (p[None], g[None], t[None], scale, opt.dims[name])
+        acc, p = lo.literal_step(opt.config, phi, acc, *rest)
+        return tuple(x[0] for x in acc), p[0]
+
+    def inner_step(phi: dict, batch: tuple) -> torch.Tensor:
+        per_net = torch.vmap(torch.func.grad_and_value(loss))
+        grads, losses = per_net(particles.theta, *batch)
+        t = torch.cat([particles.t, particles.t])
+        for name, p in particles.theta.items():
+            keys = [f"{k}/{name}" for k in features.Accumulators._fields]
+            acc = tuple(particles.state[k] for k in keys)
+            one = functools.partial(update, name=name)
+            acc, particles.theta[name] = torch.vmap(one)(phi, acc, p, grads[name], t)
+            particles.state |= dict(zip(keys, acc, strict=True))
+        return losses
+
+    return inner_step
+
+
+def bench_metatrain(repeats: int) -> None:
+    r = metatrain.recipe("mulo_m")
+    ours, plain = (pes.Trainer(r, metatrain.new_lo(r)) for _ in range(2))
+    for [particles] in plain.particles:
+        particles.inner_step = straightforward(particles)
+        particles.opt.prepare = lambda phi: phi
+    rows = [trainer.advance() for trainer in (ours, plain)]
+    losses = [row["meta_loss"] for row in rows]
+    print(f"\nmulo_m at desk scale; both start with meta-loss {losses[0]:.6f}, {losses[1]:.6f}")
+    runs = {"stacked, folded": ours.advance, "vmap, literal": plain.advance}
+    best = race(runs, max(2, repeats // 5))
+    for name, took in best.items():
+        print(f"{name:18}{1 / took:8.3f} outer steps/s")
+    print(f"{best['vmap, literal'] / best['stacked, folded']:.1f}x")
+
+
 def main() -> None:
-    commands = {"step": bench_step, "tasks": bench_tasks}
+    commands = {"step": bench_step, "tasks": bench_tasks, "metatrain": bench_metatrain}
     parser = argparse.ArgumentParser(description="Speed and memory, side by side in one run.")
     parser.add_argument("what", choices=commands, help="what to measure")
     parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")
     args = parser.parse_args()
-    if args.what == "step":
+    if args.what != "tasks":
         keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -135,7 +135,7 @@ def clean(g: Tensor, clip: float = G_MAX) -> Tensor:
 
     DIVERGES: the paper does not say; one bad entry must not spread into the state.
     """
-    return torch.nan_to_num(wide(g), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-clip, clip)
+    return torch.nan_to_num(wide(g), nan=0.0, posinf=0.0, neginf=0.0).clamp(-clip, clip)
 
 
 def is_clean(g: Tensor, clip: float = G_MAX) -> bool:
