@@ -38,6 +38,7 @@ GRIDS = {  # the paper's tables: 504 and 512 configurations
         "weight_decay": [0.0],
     },
 }
+USUAL = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
 FIELDS = ("lr", "b1", "b2", "weight_decay")
 PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
     "adamw": {
@@ -78,14 +79,11 @@ def optimizer(which: str, values: dict, nets: int = 1) -> Callable[[tasks.Task],
     return lambda task: stacked.Adam(task, **numbers)
 
 
-def grid(which: str, rates_only: bool = False) -> list[dict]:
-    """All configurations of the paper's grid, or only its rates with the usual betas."""
-    if rates_only:
-        decay = 0.01 if which == "adamw" else 0.0
-        return [{"lr": lr, "b1": 0.9, "b2": 0.999, "weight_decay": decay}
-                for lr in GRIDS[which]["lr"]]  # fmt: skip
-    values = itertools.product(*GRIDS[which].values())
-    return [dict(zip(FIELDS, v, strict=True)) for v in values]
+def grid(which: str, fixed: dict | None = None) -> list[dict]:
+    """All configurations of the paper's grid, or only its rates with the other values fixed."""
+    if fixed:
+        return [{**fixed, "lr": lr} for lr in GRIDS[which]["lr"]]
+    return [dict(zip(FIELDS, v, strict=True)) for v in itertools.product(*GRIDS[which].values())]
 
 
 def tune(
@@ -94,14 +92,14 @@ def tune(
     steps: int,
     seeds: list[int],
     schedule: str = "constant",
-    rates_only: bool = False,
+    fixed: dict | None = None,  # all but the rate, when only that is tuned
     device: str = "cpu",
     chunk: int = 64,  # nets at a time
     show: Callable = lambda x, **_: x,
 ) -> list[dict]:
     """Every configuration with its final loss (mean over the seeds), best first."""
     task, found = stacked.with_rules(task, which == "muadam"), []
-    configs = grid(which, rates_only)
+    configs = grid(which, fixed)
     size = max(1, chunk // len(seeds))
     for start in show(range(0, len(configs), size), desc=f"{NAMES[which]} on {task.name}"):
         some = configs[start : start + size]

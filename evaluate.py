@@ -1,16 +1,18 @@
 """Meta-testing: baselines tuned, learned optimizers validated and compared.
 
-python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
-python evaluate.py validate runs/*/lo.pt             # on tasks kept for choosing among seeds
-python evaluate.py choose mulo_m runs/mulo_m_desk_seed*    # the best of these into weights/
+    python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
+    python evaluate.py validate runs/*/lo.pt             # on tasks kept for choosing among seeds
+    python evaluate.py choose mulo_m runs/mulo_m_desk_seed*    # the best of these into weights/
+
+Nets of all seeds and configurations are trained side by side (`stacked.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -27,7 +29,9 @@ import tasks
 from checkpoints import write_atomically
 
 # For choosing among meta-training seeds only: other widths and depths than in any evaluation.
-VALIDATION = ("{kind}_w{0}_d2", "{kind}_w{1}_d4")
+# Width in units of the widest meta-training task, depth, horizon in units of its unroll, schedule.
+VALIDATION = ((1.5, 2, 1, "constant"), (1.5, 2, 5, "constant"), (1.5, 2, 5, "cosine"),
+              (3, 4, 1, "constant"))  # fmt: skip
 VALIDATION_SEEDS = [7001, 7002]
 
 
@@ -45,7 +49,7 @@ def compare(
         if values is None:  # tune the rate, on the widest of the meta-training tasks
             small = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}", batch_size=r.batch_size)
             found = baselines.tune(
-                which, small, r.unroll, seeds[:1], rates_only=True, device=device
+                which, small, r.unroll, seeds[:1], fixed=baselines.USUAL, device=device
             )
             values = found[0]
         adam = baselines.optimizer(which, values, len(seeds))
@@ -96,18 +100,23 @@ def smooth(x: Tensor, window: int = 20) -> Tensor:
 
 
 def validate(lo: mulo.LO, r: dict, device: str = "cpu") -> dict[str, float]:
-    """Final losses on the validation tasks, after one and after five meta-trained horizons."""
+    """Final losses on the validation tasks; a run that diverged counts as its clipped loss."""
     scores = {}
-    width = max(metatrain.recipe("mulo_m", r["scale"]).widths)  # alike for _s and _m
-    for name in VALIDATION:
-        task = tasks.get(name.format(3 * width // 2, 3 * width, kind=r["kind"]))
-        task = stacked.with_rules(dataclasses.replace(task, batch_size=r["batch_size"]), r["mup"])
-        for times in (1, 5):
-            steps = times * r["unroll"]
-            losses = stacked.train(task, lo, steps, VALIDATION_SEEDS, device=device)
-            worst = 1.5 * torch.tensor(float(task.classes)).log()
-            end = baselines.final(losses).nan_to_num(nan=float(worst)).clamp_max(worst).mean()
-            scores[f"{task.name}, {steps} steps"] = float(end)
+    widest = max(metatrain.recipe("mulo_m", r["scale"]).widths)  # alike for _s and _m
+    for times, depth, horizon, schedule in VALIDATION:
+        task = tasks.get(f"{r['kind']}_w{int(times * widest)}_d{depth}", batch_size=r["batch_size"])
+        task, steps = stacked.with_rules(task, r["mup"]), horizon * r["unroll"]
+        losses = stacked.train(
+            task,
+            lo,
+            steps,
+            VALIDATION_SEEDS,
+            schedule=baselines.schedule_of(schedule, steps),
+            device=device,
+        )
+        bound = 1.5 * math.log(task.classes)
+        end = baselines.final(losses).nan_to_num(nan=bound).clamp_max(bound)
+        scores[f"{task.name}, {steps} steps, {schedule}"] = float(end.mean())
     return scores
 
 
@@ -174,9 +183,13 @@ def tune(args: argparse.Namespace) -> None:
     steps = args.steps or r.unroll
     task = tasks.get(f"{args.kind}_w{args.width or max(r.widths)}_d{args.depth}")
     for which in baselines.NAMES:
+        fixed = None
+        if args.rates_only:  # the rest as found by the full grid, at the meta-trained horizon
+            known = baselines.best(which, args.kind, r.unroll) or baselines.USUAL
+            fixed = {k: known[k] for k in baselines.USUAL}
         found = baselines.tune(
-            which, task, steps, list(range(args.seeds)), args.schedule, args.rates_only,
-            args.device, show=tqdm,
+            which, task, steps, list(range(args.seeds)), args.schedule, fixed, args.device,
+            show=tqdm,
         )  # fmt: skip
         entry = found[0] | {
             "width": task.width, "depth": task.depth, "seeds": args.seeds,
@@ -197,7 +210,9 @@ def main() -> None:
     p.add_argument("--steps", type=int, help="default: the meta-trained horizon")
     p.add_argument("--seeds", type=int, default=3, help="nets per configuration")
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
-    p.add_argument("--rates-only", action="store_true", help="only the rates, usual betas")
+    p.add_argument(
+        "--rates-only", action="store_true", help="only the rates; the rest as tuned before"
+    )
     p.add_argument("--device", default="cpu")
     p = sub.add_parser("validate", help="final losses on the validation tasks")
     p.add_argument("files", type=Path, nargs="+", help="lo.pt of runs")
