@@ -3,6 +3,7 @@
     python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
     python evaluate.py validate runs/*/lo.pt             # on tasks kept for choosing among seeds
     python evaluate.py choose mulo_m runs/mulo_m_desk_seed*    # the best of these into weights/
+    python evaluate.py width mulo_m lo_m adamw muadam    # final loss against width
 
 Nets of all seeds and configurations are trained side by side (`stacked.py`).
 """
@@ -10,172 +11,37 @@ Nets of all seeds and configurations are trained side by side (`stacked.py`).
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import math
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import baselines
 import checkpoints
 import metatrain
 import mulo
-import stacked
+import ship
 import tasks
-from checkpoints import write_atomically
-
-# For choosing among meta-training seeds only: other widths and depths than in any evaluation.
-# Width in units of the widest meta-training task, depth, horizon in units of its unroll, schedule.
-VALIDATION = ((1.5, 2, 1, "constant"), (1.5, 2, 5, "constant"), (1.5, 2, 5, "cosine"),
-              (3, 4, 1, "constant"))  # fmt: skip
-VALIDATION_SEEDS = [7001, 7002]
+from cells import Cells, contender
 
 
-def compare(
-    lo: mulo.LO, r: metatrain.Recipe, width: int, seeds: list[int], device: str
-) -> dict[str, Tensor]:
-    """Training curves, (steps, seeds), of an optimizer, its start, AdamW and μAdam at a width."""
-    task = tasks.get(f"{r.kind}_w{width}_d{r.depth}", batch_size=r.batch_size)
-    here = stacked.with_rules(task, r.mup)
-    curves = {r.name: stacked.train(here, lo, r.unroll, seeds, device=device)}
-    start = metatrain.new_lo(r, device)
-    curves["its start"] = stacked.train(here, start, r.unroll, seeds, device=device)
-    for which, name in baselines.NAMES.items():
-        values = baselines.best(which, r.kind, r.unroll)
-        if values is None:  # tune the rate, on the widest of the meta-training tasks
-            small = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}", batch_size=r.batch_size)
-            found = baselines.tune(
-                which, small, r.unroll, seeds[:1], fixed=baselines.USUAL, device=device
-            )
-            values = found[0]
-        adam = baselines.optimizer(which, values, len(seeds))
-        there = stacked.with_rules(task, which == "muadam")
-        curves[f"tuned {name}"] = stacked.train(there, adam, r.unroll, seeds, device=device)
-    return curves
-
-
-def close(run: metatrain.Run, device: str) -> str:
-    """The end of a meta-training run: a picture in its folder, and the sentence that matters."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    r, lo = run.trainer.r, mulo.load(run.out / "lo.pt").to(device)
-    width = max(r.widths)
-    curves = {w: compare(lo, r, w, list(range(9001, 9004)) if w == width else [9001], device)
-              for w in (width, 8 * width)}  # fmt: skip
-    fig, axes = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
-    axes[0].plot([row["step"] for row in run.rows], [row["meta_loss"] for row in run.rows], "k")
-    axes[0].set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
-    for ax, (w, found) in zip(axes[1:], curves.items(), strict=True):
-        for name, losses in found.items():
-            ax.plot(smooth(losses.mean(1)), label=name)
-        ax.set(xlabel="step", ylabel="training loss", title=f"{r.kind}, width {w}")
-        ax.legend()
-    write_atomically(run.out / "picture.png", lambda file: fig.savefig(file, dpi=110))
-    plt.close(fig)
-    lines = [
-        f"meta-loss {metatrain.mean_loss(run.rows[:20]):.3f} -> "
-        f"{metatrain.mean_loss(run.rows[-20:]):.3f} in {run.seconds / 60:.1f} minutes."
-    ]
-    for w, found in curves.items():
-        ends = {k: float(baselines.final(x).mean()) for k, x in found.items()}
-        others = ", ".join(f"{k} {x:.3f}" for k, x in ends.items() if k != r.name)
-        lines.append(f"Final loss at width {w}: {r.name} {ends[r.name]:.3f}; {others}.")
-    lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
+def width(args: argparse.Namespace) -> str:
+    """Final loss against width: one row a width, one column an optimizer, and a figure."""
+    table, who = Cells(args.out / "losses.csv", args.device), [contender(x) for x in args.who]
+    seeds = list(range(args.seeds))
+    found = {}
+    for w in tqdm(args.widths, desc="widths"):
+        task = tasks.get(f"{args.kind}_w{w}_d{args.depth}")
+        for c in who:
+            losses = table.get(c, task, args.steps, args.schedule, seeds)
+            found[w, c.name] = losses[-5:].mean(0)  # the last tenth, (seeds,)
+    lines = [f"{'width':>8}" + "".join(f"{c.name:>22}" for c in who)]
+    for w in args.widths:
+        cells = [found[w, c.name] for c in who]
+        ends = [f"{x.mean():.3f} ± {x.std() / len(x) ** 0.5:.3f}" for x in cells]
+        lines.append(f"{w:>8}" + "".join(f"{end:>22}" for end in ends))
     return "\n".join(lines)
-
-
-def smooth(x: Tensor, window: int = 20) -> Tensor:
-    """Mean over the last `window` steps at each step."""
-    total = torch.cat([x.new_zeros(1), x.cumsum(0)])
-    k = torch.arange(1, len(x) + 1)
-    low = (k - window).clamp_min(0)
-    return (total[k] - total[low]) / (k - low)
-
-
-def validate(lo: mulo.LO, r: dict, device: str = "cpu") -> dict[str, float]:
-    """Final losses on the validation tasks; a run that diverged counts as its clipped loss."""
-    scores = {}
-    widest = max(metatrain.recipe("mulo_m", r["scale"]).widths)  # alike for _s and _m
-    for times, depth, horizon, schedule in VALIDATION:
-        task = tasks.get(f"{r['kind']}_w{int(times * widest)}_d{depth}", batch_size=r["batch_size"])
-        task, steps = stacked.with_rules(task, r["mup"]), horizon * r["unroll"]
-        losses = stacked.train(
-            task,
-            lo,
-            steps,
-            VALIDATION_SEEDS,
-            schedule=baselines.schedule_of(schedule, steps),
-            device=device,
-        )
-        bound = 1.5 * math.log(task.classes)
-        end = baselines.final(losses).nan_to_num(nan=bound).clamp_max(bound)
-        scores[f"{task.name}, {steps} steps, {schedule}"] = float(end.mean())
-    return scores
-
-
-def score(scores: dict[str, float]) -> float:
-    return sum(scores.values()) / len(scores)
-
-
-def choose(name: str, folders: list[Path]) -> Path:
-    """Put the best of several meta-training runs into weights/, with the record of all of them."""
-    tried = []
-    for folder in folders:
-        lo, about = mulo.load(folder / "lo.pt"), checkpoints.about(folder / "lo.pt")
-        r = about["recipe"]
-        if r["name"] != name:
-            raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
-        scores = validate(lo, r)
-        digest = hashlib.sha256((folder / "lo.pt").read_bytes()).hexdigest()
-        tried.append({
-            "seed": r["seed"], "validation": score(scores), "scores": scores,
-            "meta_loss": about["meta_loss"], "minutes": about["minutes"],
-            "commit": about["commit"], "sha256_of_run": digest, "command": about["command"],
-        })  # fmt: skip
-        print(f"{folder}: validation {score(scores):.4f}, meta-loss {about['meta_loss']:.4f}")
-    tried_best = min(tried, key=lambda x: x["validation"])
-    folder = folders[tried.index(tried_best)]
-    about = checkpoints.about(folder / "lo.pt") | {"chosen_among": json.dumps(tried)}
-    mulo.save(mulo.load(folder / "lo.pt"), checkpoints.SHIPPED / f"{name}.pt", **about)
-    write_record()
-    return checkpoints.SHIPPED / f"{name}.pt"
-
-
-def write_record() -> None:
-    """weights/README.md, from what the files themselves say."""
-    lines = [
-        "# Shipped learned optimizers",
-        "",
-        '`mulo.load("mulo_m")` reads `mulo_m.pt`, and so on. Each was chosen among the seeds below',
-        "by its mean final loss on validation tasks that no evaluation uses: other widths and",
-        "depths, after 500 and after 2,500 steps (`python evaluate.py choose`, which also wrote",
-        "this file). Meta-loss: mean of the last 20 outer steps. SHA-256: of the shipped file.",
-        "",
-        "| name | seed | | validation | meta-loss | minutes | commit | command |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    digests = []
-    for path in sorted(checkpoints.SHIPPED.glob("*.pt")):
-        about = checkpoints.about(path)
-        digests.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}")
-        for run in json.loads(about["chosen_among"]):
-            mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
-            lines.append(
-                f"| {path.stem} | {run['seed']} | {mark} | {run['validation']:.4f} | "
-                f"{run['meta_loss']:.4f} | {run['minutes']:.1f} | {run['commit']} | "
-                f"`{run['command']}` |"
-            )
-    lines += ["", "```text", *digests, "```", ""]
-    write_atomically(
-        checkpoints.SHIPPED / "README.md", lambda file: file.write("\n".join(lines).encode())
-    )
 
 
 def tune(args: argparse.Namespace) -> None:
@@ -219,18 +85,30 @@ def main() -> None:
     p = sub.add_parser("choose", help="the best of several runs into weights/")
     p.add_argument("name", choices=metatrain.RECIPES)
     p.add_argument("folders", type=Path, nargs="+", help="of runs")
+    p = sub.add_parser("width", help="final loss against width")
+    p.add_argument("who", nargs="+", help="adamw, muadam, shipped names, folders of runs")
+    p.add_argument("--kind", default="fashion8_mlp")
+    p.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
+    p.add_argument("--depth", type=int, default=3)
+    p.add_argument("--steps", type=int, default=500)
+    p.add_argument("--seeds", type=int, default=5)
+    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
+    p.add_argument("--out", type=Path, default=Path("results"))
+    p.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
     metatrain.keep_freed_memory()
     try:
         if args.what == "tune":
             tune(args)
+        elif args.what == "width":
+            print(width(args))
         elif args.what == "validate":
             for file in args.files:
-                scores = validate(mulo.load(file), checkpoints.about(file)["recipe"])
-                print(f"{file}: {score(scores):.4f}  {scores}")
+                scores = ship.validate(mulo.load(file), checkpoints.about(file)["recipe"])
+                print(f"{file}: {ship.score(scores):.4f}  {scores}")
         else:
-            print(f"chosen: {choose(args.name, args.folders)}")
+            print(f"chosen: {ship.choose(args.name, args.folders)}")
     except (ValueError, OSError) as error:
         sys.exit(f"evaluate.py: {error}")
 

@@ -337,9 +337,9 @@ def main() -> None:
         if run.trainer.rank == 0:
             print(f"The optimizer is {run.out / 'lo.pt'}.")
             if not args.no_picture:
-                import evaluate  # which imports this file
+                import ship  # which imports this file
 
-                print(evaluate.close(run, args.device))
+                print(ship.close(run, args.device))
     except KeyboardInterrupt:
         if run is None or not run.rows:
             sys.exit("stopped before the first step: nothing to resume, start again.")

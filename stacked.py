@@ -25,6 +25,7 @@ import tasks
 from features import Accumulators, LossBuffer, trailing
 from lo import LO, LOConfig, Net, Phi
 
+LARGE = 500_000  # entries of a stack on the CPU beyond which its step is in place, in blocks
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
 
@@ -90,7 +91,7 @@ class Learned:
         t: Tensor,  # (P,), 0 at the first step
         lr: float = 1.0,
     ) -> tuple[State, Theta]:
-        """One step of every net."""
+        """One step of every net; the old state and theta may be overwritten."""
         new, new_theta = dict(state), {}
         if self.config.net == "velo":
             nets, alphas = self._generate(net, new, theta, losses, t)
@@ -101,7 +102,12 @@ class Learned:
             p = theta[name]
             acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
             scale = lr * self.scale[name] * alpha * one
-            acc, new_theta[name] = lo_module.step(now, acc, p, grads[name], scale, self.dims[name])
+            args = (now, acc, p, grads[name], scale, self.dims[name])
+            if p.numel() > LARGE and p.device.type == "cpu":
+                lo_module.step_(*args)
+                new_theta[name] = p
+                continue
+            acc, new_theta[name] = lo_module.step(*args)
             new |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         return new, new_theta
 

@@ -1,78 +1,10 @@
-"""Meta-testing: smoothing, validation, the choice among seeds and its record."""
+"""Experiments and their command line."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-import checkpoints
-import evaluate
-import metatrain
-import mulo
-
 ROOT = Path(__file__).parents[1]
-
-
-def test_smooth_is_a_running_mean():
-    x = torch.arange(10.0)
-    expected = [x[max(0, k - 2) : k + 1].mean() for k in range(10)]
-    torch.testing.assert_close(evaluate.smooth(x, 3), torch.stack(expected))
-
-
-def run_folder(path, seed, lam1=0.01, name="mulo_m"):
-    """A run's folder with an untrained optimizer in it."""
-    r = metatrain.recipe(name, seed=seed, unroll=10, shortest=10, lam1=lam1)
-    about = {"recipe": vars(r), "command": f"python metatrain.py --seed {seed}", "commit": "abc"}
-    path.mkdir()
-    mulo.save(metatrain.new_lo(r), path / "lo.pt", minutes=1.0, meta_loss=2.0, **about)
-    return path
-
-
-def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch):
-    """One of them diverges at once: it counts as the worst, and is recorded all the same."""
-    monkeypatch.setattr(checkpoints, "SHIPPED", tmp_path / "weights")
-    checkpoints.SHIPPED.mkdir()
-    folders = [run_folder(tmp_path / "a", 0, lam1=1e6), run_folder(tmp_path / "b", 1)]
-    evaluate.choose("mulo_m", folders)
-    shipped = mulo.load("mulo_m")
-    assert torch.equal(shipped.w0, mulo.load(folders[1] / "lo.pt").w0)
-    tried = json.loads(checkpoints.about(tmp_path / "weights" / "mulo_m.pt")["chosen_among"])
-    assert [x["seed"] for x in tried] == [0, 1]
-    assert tried[0]["validation"] > tried[1]["validation"]
-    assert set(tried[1]["scores"]) == {
-        "fashion8_mlp_w96_d2, 10 steps, constant",
-        "fashion8_mlp_w96_d2, 50 steps, constant",
-        "fashion8_mlp_w96_d2, 50 steps, cosine",
-        "fashion8_mlp_w192_d4, 10 steps, constant",
-    }
-    record = (tmp_path / "weights" / "README.md").read_text()
-    assert "| mulo_m | 1 | shipped |" in record
-    assert "| mulo_m | 0 |  |" in record
-    with pytest.raises(ValueError, match="is a run of mulo_m, not of lo_m"):
-        evaluate.choose("lo_m", folders)
-
-
-@pytest.mark.parametrize("name", metatrain.RECIPES)
-def test_shipped(name):
-    """All six are there, of the recipe they claim, chosen among three seeds or more."""
-    lo, about = mulo.load(name), checkpoints.about(checkpoints.SHIPPED / f"{name}.pt")
-    r, desk = about["recipe"], metatrain.recipe(name)
-    assert r["name"] == name
-    for field in ("mup", "lam1", "net", "sigma", "unroll", "truncation", "pairs", "kind"):
-        assert r[field] == getattr(desk, field), field
-    assert tuple(r["widths"]) == desk.widths
-    assert lo.config.t_max == (r["unroll"] if r["net"] == "small_fc" else None)
-    tried = json.loads(about["chosen_among"])
-    assert len({x["seed"] for x in tried}) >= 3
-    best = min(tried, key=lambda x: x["validation"])
-    assert best["seed"] == r["seed"]
-    record = (checkpoints.SHIPPED / "README.md").read_text()
-    for x in tried:
-        assert f"| {name} | {x['seed']} |" in record
-        assert x["command"] in record
 
 
 def test_messages(tmp_path):

@@ -68,6 +68,18 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
             assert error <= 2e-4 * moved, name
 
 
+def test_large_stacks_step_in_place(monkeypatch):
+    """Beyond a size the blocked step is taken: the same losses."""
+    lo = random_lo("small_fc", 0, lam1=0.1)
+    small = stacked.train(TASK, lo, 8, [0, 1])
+    original, calls = lo_module.step_, []
+    monkeypatch.setattr(lo_module, "step_", lambda *a: (calls.append(a), original(*a))[1])
+    monkeypatch.setattr(stacked, "LARGE", 100)
+    large = stacked.train(TASK, lo, 8, [0, 1])
+    torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 8 * 3  # the weight matrices; biases are small
+
+
 def test_adam_is_torchs():
     """Nets with rates, betas and decays of their own, each beside torch.optim.AdamW."""
     task, P = dataclasses.replace(TASK, rules=()), 3
