@@ -88,7 +88,7 @@ DESK = {
 SP = {"mup": False, "lam1": 0.001}
 VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
 DESK_VELO = {  # the hypernetwork magnifies perturbations: smaller ones, and a smaller rate
-    "lstm_hidden": 32, "param_inits": 16, "steps": 400,
+    "lstm_hidden": 32, "param_inits": 16, "steps": 250,
     "sigma": 0.01, "lr": 1.5e-3, "lr_end": 3e-4,
 }  # fmt: skip
 RECIPES = {
