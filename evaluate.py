@@ -3,7 +3,7 @@
     python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
     python evaluate.py validate runs/*/lo.pt             # on tasks kept for choosing among seeds
     python evaluate.py choose mulo_m runs/mulo_m_desk_seed*    # the best of these into weights/
-    python evaluate.py width mulo_m lo_m adamw muadam    # final loss against width
+    python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw muadam
 
 Nets of all seeds and configurations are trained side by side (`stacked.py`).
 """
@@ -26,21 +26,20 @@ import tasks
 from cells import Cells, contender
 
 
-def width(args: argparse.Namespace) -> str:
-    """Final loss against width: one row a width, one column an optimizer, and a figure."""
+def task(args: argparse.Namespace) -> str:
+    """Final losses of any optimizers on any tasks: one row a task, one column an optimizer."""
     table, who = Cells(args.out / "losses.csv", args.device), [contender(x) for x in args.who]
-    seeds = list(range(args.seeds))
-    found = {}
-    for w in tqdm(args.widths, desc="widths"):
-        task = tasks.get(f"{args.kind}_w{w}_d{args.depth}")
+    lines = [f"{'':26}" + "".join(f"{c.name:>24}" for c in who)]
+    for name in tqdm(args.tasks, desc="tasks"):
+        row = f"{name:26}"
         for c in who:
-            losses = table.get(c, task, args.steps, args.schedule, seeds)
-            found[w, c.name] = losses[-5:].mean(0)  # the last tenth, (seeds,)
-    lines = [f"{'width':>8}" + "".join(f"{c.name:>22}" for c in who)]
-    for w in args.widths:
-        cells = [found[w, c.name] for c in who]
-        ends = [f"{x.mean():.3f} ± {x.std() / len(x) ** 0.5:.3f}" for x in cells]
-        lines.append(f"{w:>8}" + "".join(f"{end:>22}" for end in ends))
+            losses = table.get(
+                c, tasks.get(name), args.steps, args.schedule, list(range(args.seeds))
+            )
+            final = baselines.final(losses)
+            error = f" ± {final.std() / len(final) ** 0.5:.3f}" if len(final) > 1 else ""
+            row += f"{f'{final.mean():.3f}{error}':>24}"
+        lines.append(row)
     return "\n".join(lines)
 
 
@@ -85,11 +84,9 @@ def main() -> None:
     p = sub.add_parser("choose", help="the best of several runs into weights/")
     p.add_argument("name", choices=metatrain.RECIPES)
     p.add_argument("folders", type=Path, nargs="+", help="of runs")
-    p = sub.add_parser("width", help="final loss against width")
-    p.add_argument("who", nargs="+", help="adamw, muadam, shipped names, folders of runs")
-    p.add_argument("--kind", default="fashion8_mlp")
-    p.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
-    p.add_argument("--depth", type=int, default=3)
+    p = sub.add_parser("task", help="any optimizers on any tasks")
+    p.add_argument("tasks", nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py")
+    p.add_argument("--who", nargs="+", required=True, help="adamw, muadam, shipped names, folders")
     p.add_argument("--steps", type=int, default=500)
     p.add_argument("--seeds", type=int, default=5)
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
@@ -101,8 +98,8 @@ def main() -> None:
     try:
         if args.what == "tune":
             tune(args)
-        elif args.what == "width":
-            print(width(args))
+        elif args.what == "task":
+            print(task(args))
         elif args.what == "validate":
             for file in args.files:
                 scores = ship.validate(mulo.load(file), checkpoints.about(file)["recipe"])

@@ -52,6 +52,7 @@ class Recipe:
     hidden_size: int = 32  # of the learned optimizer: the authors' configuration, 4 for VeLO
     lstm_hidden: int = 128  # VeLO's
     param_inits: int = 64  # VeLO's
+    param_scale_mult: bool = False  # VeLO's factor RMS(W) on the update; on in SP
     lam1: float = 0.01  # 0.001 in SP and for VeLO
     pairs: int = 8  # perturbations per task
     micro_batch: int = 4  # of these, how many advance at a time: less memory, same result
@@ -90,6 +91,9 @@ VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps
 DESK_VELO = {  # the hypernetwork magnifies perturbations: smaller ones, and a smaller rate
     "lstm_hidden": 32, "param_inits": 16, "steps": 250,
     "sigma": 0.01, "lr": 1.5e-3, "lr_end": 3e-4,
+    # DIVERGES: SP nets start with a zero output layer, where RMS(W) = 0 stops all learning: within
+    # hundreds of outer steps the meta-loss does not leave log 10.
+    "param_scale_mult": False,
 }  # fmt: skip
 RECIPES = {
     "mulo_s": {},
@@ -97,7 +101,7 @@ RECIPES = {
     "muvelo_m": VELO,
     "lo_s": SP,
     "lo_m": SP,
-    "velo_m": VELO | SP,  # its update is also multiplied by RMS(W), which μP rules out
+    "velo_m": VELO | SP | {"param_scale_mult": True},  # a factor that μP rules out
 }
 
 
@@ -124,7 +128,7 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
         t_max=float(r.unroll) if r.net == "small_fc" else None,
         lstm_hidden=r.lstm_hidden,
         param_inits=r.param_inits,
-        param_scale_mult=r.net == "velo" and not r.mup,
+        param_scale_mult=r.param_scale_mult,
     )
     kind = mulo.VeLO if r.net == "velo" else mulo.SmallFC
     return kind(config, torch.Generator().manual_seed(r.seed)).to(device)
