@@ -91,10 +91,10 @@ VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps
 DESK_VELO = {  # the hypernetwork magnifies perturbations: smaller ones, and a smaller rate
     "lstm_hidden": 32, "param_inits": 16, "steps": 250,
     "sigma": 0.01, "lr": 1.5e-3, "lr_end": 3e-4,
-    # DIVERGES: SP nets start with a zero output layer, where RMS(W) = 0 stops all learning: within
-    # hundreds of outer steps the meta-loss does not leave log 10.
-    "param_scale_mult": False,
 }  # fmt: skip
+# DIVERGES: with the paper's numbers the meta-loss of velo_m does not leave log 10 in so few outer
+# steps. RMS(W) is 0 in an SP net's output layer and stops it; 0.001 kills nets before PES sees why.
+DESK_VELO_SP = {"param_scale_mult": False, "lam1": 1e-4}
 RECIPES = {
     "mulo_s": {},
     "mulo_m": {},
@@ -113,7 +113,7 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
         raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.")
     fields = {"name": name} | (DESK if scale == "desk" else {}) | RECIPES[name]
     if scale == "desk" and fields.get("net") == "velo":
-        fields |= DESK_VELO
+        fields |= DESK_VELO if fields.get("mup", True) else DESK_VELO | DESK_VELO_SP
     if name.endswith("_s"):
         fields["widths"] = fields.get("widths", Recipe.widths)[:1]
     return Recipe(**(fields | changes))
