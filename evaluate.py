@@ -24,6 +24,7 @@ import mulo
 import ship
 import tasks
 from cells import Cells, contender
+from experiments import EXPERIMENTS, SUITES
 
 
 def task(args: argparse.Namespace) -> str:
@@ -92,6 +93,11 @@ def main() -> None:
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
     p.add_argument("--out", type=Path, default=Path("results"))
     p.add_argument("--device", default="cpu")
+    for name, run in EXPERIMENTS.items():
+        p = sub.add_parser(name, help=run.__doc__.split(":")[0].rstrip("."))
+        p.add_argument("--scale", choices=SUITES, default="desk")
+        p.add_argument("--out", type=Path, default=Path("results"))
+        p.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
     metatrain.keep_freed_memory()
@@ -100,6 +106,10 @@ def main() -> None:
             tune(args)
         elif args.what == "task":
             print(task(args))
+        elif args.what in EXPERIMENTS:
+            args.out.mkdir(parents=True, exist_ok=True)
+            cells = Cells(args.out / "losses.csv", args.device)
+            print(EXPERIMENTS[args.what](SUITES[args.scale], cells, args.out))
         elif args.what == "validate":
             for file in args.files:
                 scores = ship.validate(mulo.load(file), checkpoints.about(file)["recipe"])
