@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -39,9 +40,22 @@ class Contender:
     lo: mulo.LO | None = None  # None: the baseline of that name
 
     def optimizer(self, kind: str, steps: int, schedule: str, nets: int) -> mulo.LO | Callable:
-        """For `stacked.train`. Under a schedule a baseline has the rate tuned for it."""
+        """For `stacked.train`."""
         if self.lo is not None:
             return self.lo
+        return baselines.optimizer(self.name, self._values(kind, steps, schedule), nets)
+
+    def digest(self, kind: str, steps: int, schedule: str, batch_size: int) -> str:
+        """What distinguishes optimizers of one name: weights or tuned values, and the batch."""
+        if self.lo is not None:
+            what = checkpoints.digest(self.lo)
+        else:
+            values = self._values(kind, steps, schedule)
+            what = repr([values[k] for k in baselines.FIELDS])
+        return hashlib.sha256(f"{what} {batch_size}".encode()).hexdigest()[:8]
+
+    def _values(self, kind: str, steps: int, schedule: str) -> dict:
+        """A baseline's hyperparameters; under a schedule with the rate tuned for it."""
         tuned_for = steps if schedule != "constant" else metatrain.recipe("mulo_m").unroll
         values = baselines.best(self.name, kind, tuned_for, schedule)
         if values is None:
@@ -50,7 +64,7 @@ class Contender:
             raise ValueError(
                 f"{self.name} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}"
             )
-        return baselines.optimizer(self.name, values, nets)
+        return values
 
 
 def contender(name: str) -> Contender:
@@ -62,13 +76,16 @@ def contender(name: str) -> Contender:
     lo = mulo.load(path)
     shipped = checkpoints.SHIPPED / f"{name}.pt"
     about = checkpoints.about(path if Path(path).is_file() else shipped)
-    return Contender(folder.name, about["recipe"]["mup"], lo)
+    if "recipe" not in about:
+        raise ValueError(f"{name} does not tell its recipe: take one that metatrain.py made.")
+    label = folder.parent.name if folder.name == "lo.pt" else folder.name
+    return Contender(label, about["recipe"]["mup"], lo)
 
 
 class Cells:
     """A file of trained nets; rows are added as cells are finished, by rename."""
 
-    KEY = ("optimizer", "task", "steps", "schedule", "seed")
+    KEY = ("optimizer", "digest", "task", "steps", "schedule", "seed")
 
     def __init__(self, path: Path, device: str = "cpu"):
         self.path, self.device, self.rows = path, device, {}
@@ -81,11 +98,12 @@ class Cells:
         self, who: Contender, task: tasks.Task, steps: int, schedule: str, seeds: list[int]
     ) -> Tensor:
         """Smoothed losses at POINTS times, (POINTS, seeds); trained now where they are missing."""
-        keys = [tuple(map(str, (who.name, task.name, steps, schedule, seed))) for seed in seeds]
+        kind = task.name[: task.name.rindex("_w")]
+        digest = who.digest(kind, steps, schedule, task.batch_size)
+        keys = [(who.name, digest, task.name, str(steps), schedule, str(s)) for s in seeds]
         missing = [(k, seed) for k, seed in zip(keys, seeds, strict=True) if k not in self.rows]
         if missing:
             todo = [seed for _, seed in missing]
-            kind = task.name[: task.name.rindex("_w")]
             losses = stacked.train(
                 stacked.with_rules(task, who.mup),
                 who.optimizer(kind, steps, schedule, len(todo)),

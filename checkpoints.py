@@ -85,6 +85,11 @@ def load(name: str | os.PathLike) -> LO:
         ) from None
 
 
+def digest(lo: LO) -> str:
+    """SHA-256 of a learned optimizer's config and weights."""
+    return _digest(dataclasses.asdict(lo.config), dict(lo.named_parameters()))
+
+
 def about(path: str | os.PathLike) -> dict:
     """What was saved with a learned optimizer: its recipe, its meta-loss and so on."""
     return _read(Path(path)).get("about", {})
@@ -94,7 +99,7 @@ def _digest(config: dict, weights: Phi) -> str:
     """SHA-256 of all that makes a learned optimizer what it is."""
     digest = hashlib.sha256(repr(sorted(config.items())).encode())
     for name in sorted(weights):
-        digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+        digest.update(name.encode() + weights[name].detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

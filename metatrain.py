@@ -17,6 +17,8 @@ import argparse
 import dataclasses
 import io
 import os
+import pickle
+import shlex
 import signal
 import subprocess
 import sys
@@ -72,8 +74,11 @@ class Recipe:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
-        if not self.sigma > 0:
-            raise ValueError(f"sigma must be above 0, not {self.sigma}.")
+        for name in ("sigma", "lr", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}.")
+        if min(self.widths, default=0) < 1 or self.warmup < 0:
+            raise ValueError(f"widths {self.widths} and warmup {self.warmup}: make them positive.")
         if self.shortest > self.unroll:
             raise ValueError(
                 f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it to that."
@@ -141,12 +146,14 @@ class Run:
     """
 
     KEEP = 3
-    HISTORY = ("rows", "seconds", "command")
+    HISTORY = ("rows", "seconds", "command", "commit")
 
     def __init__(self, trainer: Trainer, out: Path):
         self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
-        self.command = " ".join(["python", *sys.argv])
+        self.command, self.commit = shlex.join(["python", *sys.argv]), commit()
         out.mkdir(parents=True, exist_ok=True)
+        for half_written in out.glob(".checkpoint_*"):  # by a process that was killed
+            half_written.unlink()
 
     @staticmethod
     def checkpoints(out: Path, rank: int = 0) -> list[Path]:
@@ -177,24 +184,42 @@ class Run:
     @classmethod
     def resume(cls, out: Path, device: str) -> Run:
         """Continue from the newest checkpoint that can be read, by every process."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        readable = {}
-        for path in reversed(cls.checkpoints(out, rank)):
-            try:
-                readable[int(path.name[11:17])] = torch.load(
-                    path, map_location=device, weights_only=True
-                )
-            except Exception as error:
-                print(f"{path} cannot be read ({error}): trying the one before.", file=sys.stderr)
-        steps = set(readable)
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, steps)
-            steps = set.intersection(*everyone)
-        if not steps:
-            raise FileNotFoundError(f"no checkpoint that can be read in {out}: start the run anew.")
-        state = readable[max(steps)]
+        if out.is_file() or not out.is_dir():
+            raise FileNotFoundError(f"{out} is not the folder of a run: give that to --resume.")
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        made_by = 1 + len({f.name.split(".")[1] for f in out.glob("checkpoint_*.rank*.pt")})
+        if made_by != world:
+            how = f"torchrun --nproc-per-node {made_by} metatrain.py" if made_by > 1 else "python"
+            raise ValueError(
+                f"the run was split over {made_by} process(es), not {world}: resume it with {how}."
+            )
+        steps = {_step(path) for path in cls.checkpoints(out, rank)}
+        while steps:
+            if world > 1:
+                everyone = [None] * world
+                dist.all_gather_object(everyone, steps)
+                steps = set.intersection(*everyone)
+            if not steps:
+                break
+            path = out / f"checkpoint_{max(steps):06}{_suffix(rank)}.pt"
+            state = _read(path)
+            if world > 1:  # it counts only if every process can read its own
+                everyone = [None] * world
+                dist.all_gather_object(everyone, state is not None)
+                state = state if all(everyone) else None
+            if state is not None:
+                return cls._continue(state, out, device)
+            steps.discard(max(steps))
+        raise FileNotFoundError(f"no checkpoint that can be read in {out}: start the run anew.")
+
+    @classmethod
+    def _continue(cls, state: dict, out: Path, device: str) -> Run:
         fields = state["recipe"] | {"widths": tuple(state["recipe"]["widths"])}
+        if set(fields) != {f.name for f in dataclasses.fields(Recipe)}:
+            raise ValueError(
+                f"the run in {out} was made by other code ({state.get('commit')}): resume it with "
+                "that, or start anew."
+            )
         r = Recipe(**fields)
         run = cls(Trainer(r, new_lo(r, device)), out)
         run.trainer.load_state_dict(state)
@@ -205,7 +230,7 @@ class Run:
     def train(self, every: int) -> None:
         """Train to the end, or until Ctrl-C, which is heeded between steps: state is then whole."""
         trainer, before = self.trainer, signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "stop", True))
+        signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "asked", True))
         try:
             self._train(every)
         except FloatingPointError as error:
@@ -220,7 +245,7 @@ class Run:
             raise KeyboardInterrupt
         if trainer.rank == 0:
             about = {"recipe": dataclasses.asdict(trainer.r), "command": self.command}
-            about |= {"commit": commit(), "minutes": self.seconds / 60}
+            about |= {"commit": self.commit, "minutes": self.seconds / 60}
             about["meta_loss"] = mean_loss(self.rows[-20:])
             mulo.save(trainer.result(), self.out / "lo.pt", **about)
 
@@ -242,7 +267,25 @@ class Run:
                         self.save()
                     except OSError as error:  # a full disk: what was saved before is still there
                         bar.write(f"checkpoint not saved ({error}): make room, the run goes on.")
-        self.save()
+        try:
+            self.save()
+        except OSError as error:
+            raise OSError(
+                f"{error}: make room, then python metatrain.py --resume {self.out}."
+            ) from None
+
+
+def _step(path: Path) -> int:
+    return int(path.name[11:17])
+
+
+def _read(path: Path) -> dict | None:
+    """A checkpoint, on the CPU, or None if it is damaged."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, KeyError) as error:
+        print(f"{path} cannot be read ({error}): trying the one before.", file=sys.stderr)
+        return None
 
 
 def _suffix(rank: int) -> str:
@@ -276,6 +319,10 @@ def keep_freed_memory() -> None:
 
 def start_processes(device: str) -> str:
     """Under torchrun: join the others, and take the GPU of this process."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"device {device!r} is not there: use cpu, or cuda on a GPU.") from None
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -317,7 +364,7 @@ def _start(args: argparse.Namespace, device: str) -> Run:
     """The run that the command line asks for, new or resumed."""
     changes = _changes(args)
     if args.resume:
-        if changes or args.out:
+        if changes or args.out or (args.recipe, args.scale) != ("mulo_m", "desk"):
             raise ValueError("a resumed run keeps its numbers and its folder: leave them out.")
         return Run.resume(args.resume, device)
     r = recipe(args.recipe, args.scale, **changes)
@@ -345,9 +392,13 @@ def main() -> None:
 
                 print(ship.close(run, args.device))
     except KeyboardInterrupt:
+        if args.resume and run is None:
+            sys.exit("stopped before it went on: nothing has changed, resume again.")
         if run is None or not run.rows:
             sys.exit("stopped before the first step: nothing to resume, start again.")
-        sys.exit(f"stopped at step {run.trainer.step}: python metatrain.py --resume {run.out}")
+        n = run.trainer.world
+        how = "python" if n == 1 else f"torchrun --nproc-per-node {n}"
+        sys.exit(f"stopped at step {run.trainer.step}: {how} metatrain.py --resume {run.out}")
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"metatrain.py: {error}")
     finally:

@@ -86,7 +86,7 @@ class Particles:
         self.task, self.r, self.lo, self.data = task, r, lo, data
         self.opt = stacked.Learned(lo.config, task)
         self.bound = 1.5 * math.log(task.classes)  # losses are clipped to [0, bound]
-        # On the CPU whatever the device, so that a GPU repeats the same run.
+        # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
         n, weights = len(pairs), list(lo.parameters())
         shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
@@ -97,17 +97,19 @@ class Particles:
         self.state = self.opt.init(self.theta, phi, torch.full((2 * n,), float(r.unroll)))
         self.begun = False
 
-    def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """Train all nets for a truncation with phi + eps and phi - eps, eps drawn for each pair.
 
-        Returns delta and finished, (T, n), eps, (n, D), and the mean clipped loss.
+        Returns delta and finished, (T, n), eps, (n, D), the mean clipped loss, and how many pairs
+        diverged. DIVERGES: these restart; in the reference they stay at the bound to the end.
         """
         n, device = len(self.t), phi.device
         noise = [torch.randn(len(phi), generator=g) for g in self.generators]
         eps = self.r.sigma * torch.stack(noise).to(device)
         weights = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
         net = self.opt.prepare(weights)
-        finished, flags, deltas, total = torch.zeros(n, dtype=torch.bool), [], [], 0.0
+        finished, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
+        total, gone = 0.0, 0
         for _ in range(self.r.truncation):
             over = self.t >= self.length
             if over.any():
@@ -122,7 +124,9 @@ class Particles:
             self.t += 1
             diverged = ~losses.isfinite().view(2, n).all(0).cpu()
             self.length = torch.where(diverged, self.t, self.length)  # restart at the next step
-        return torch.stack(deltas), torch.stack(flags).to(device), eps, total / self.r.truncation
+            gone += int(diverged.sum())
+        flags = torch.stack(flags).to(device)
+        return torch.stack(deltas), flags, eps, total / self.r.truncation, gone
 
     def inner_step(self, net, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
@@ -172,7 +176,8 @@ class Trainer:
     """The outer loop: perturb, unroll each width in turn, average, clip, AdamW."""
 
     def __init__(self, r, lo: LO, data: bool = True):
-        self.r, self.lo, self.step, self.stop = r, lo, 0, False
+        self.r, self.lo, self.step = r, lo, 0
+        self.asked, self.stop = False, False  # this process was asked to stop; all agreed to
         self.rank, self.world = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         )
@@ -207,7 +212,7 @@ class Trainer:
         return r.lr_end + (r.lr - r.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
 
     def estimate(self, groups: list[Particles]) -> Tensor:
-        """A task's truncation: sums over its pairs of meta-gradient, good pairs, loss, (D + 2,)."""
+        """A task's truncation, summed over pairs: meta-gradient, good, loss, diverged, (D + 3,)."""
         parts = [p.truncation(self.phi.detach()) for p in groups]
         delta, finished = (torch.cat(x, 1) for x in list(zip(*parts, strict=True))[:2])
         eps, xi = torch.cat([part[2] for part in parts]), torch.cat([p.xi for p in groups])
@@ -217,29 +222,36 @@ class Trainer:
             p.xi = part
         good = good_pairs(delta, mask).sum()
         loss = sum(part[3] * len(p.xi) for p, part in zip(groups, parts, strict=True))
-        return torch.cat([grad * good, torch.stack([good.to(grad.dtype), loss])])
+        gone = sum(part[4] for part in parts)
+        return torch.cat(
+            [grad * good, torch.stack([good.to(loss), loss, torch.full_like(loss, gone)])]
+        )
 
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
         """One outer step; returns what goes into the log."""
         r, D = self.r, len(self.phi)
-        sums = torch.stack([self.estimate(groups) for groups in self.particles])  # (tasks, D + 2)
+        sums = torch.stack([self.estimate(groups) for groups in self.particles])  # (tasks, D + 3)
+        asked = sums.new_full((1,), float(self.asked))
+        flat = torch.cat([sums.flatten(), asked])
         if self.world > 1:
-            stop = sums.new_full((1,), float(self.stop))
-            dist.all_reduce(flat := torch.cat([sums.flatten(), stop]))
-            sums, self.stop = flat[:-1].view_as(sums), bool(flat[-1])
+            dist.all_reduce(flat)
+        sums, self.stop = flat[:-1].view_as(sums), bool(flat[-1])  # all processes stop, or none
         good, losses = sums[:, D], sums[:, D + 1] / r.pairs
         grad = (sums[:, :D] / good.clamp_min(1).unsqueeze(1)).mean(0)  # tasks count alike
-        norm = float(grad.norm())
+        norm, loss = float(grad.norm()), float(losses.mean())
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            raise FloatingPointError(f"the meta-gradient is not finite at step {self.step + 1}")
+        if norm == 0 and self.step:  # at first it may be: both halves start alike
+            raise FloatingPointError(
+                f"the meta-gradient is 0 at step {self.step + 1}, as when every net diverges"
+            )
         self.phi.grad = grad * min(1.0, r.clip / (norm + 1e-12))
         rate = self.adamw.param_groups[0]["lr"] = self.rate()
         self.adamw.step()
         self.step += 1
-        loss = float(losses.mean())
-        if not (math.isfinite(norm) and math.isfinite(loss) and self.phi.isfinite().all()):
-            raise FloatingPointError(f"meta-loss or meta-gradient not finite at step {self.step}")
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
-        row["bad_pairs"] = int(r.pairs * len(self.tasks) - good.sum())
+        row["diverged"] = int(sums[:, D + 2].sum())
         return row | {f"loss_w{w}": x for w, x in zip(r.widths, losses.tolist(), strict=True)}
 
     def result(self) -> LO:
@@ -271,6 +283,10 @@ class Trainer:
                 p.load_state_dict(s)
 
 
+def _is(x: object) -> bool:
+    return isinstance(x, Tensor)
+
+
 class Peak(TorchDispatchMode):
     """Counts the bytes of all tensors that are alive, on the meta device too, and their peak."""
 
@@ -279,9 +295,10 @@ class Peak(TorchDispatchMode):
         self.alive, self.now, self.peak = set(), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is(x)}
         out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.alive:
+        for x in filter(_is, tree_leaves(out)):
+            if x.untyped_storage()._cdata not in self.alive | given:  # not a view of an argument
                 self._add(x.untyped_storage())
         self.peak = max(self.peak, self.now)
         return out
@@ -297,24 +314,30 @@ class Peak(TorchDispatchMode):
         self.now -= size
 
 
+def inner_peak(task: tasks.Task, particles: Particles) -> int:
+    """The bytes that an inner step takes beyond what is there before it."""
+    n, size = 2 * len(particles.t), particles.r.batch_size
+    with Peak() as peak:
+        x = torch.zeros(n, size, *task.shape, device=particles.xi.device)
+        batch = (x, torch.zeros(n, size, device=x.device, dtype=torch.long))
+        if task.family == "lm":
+            batch = (x.long(), x.long(), x.bool())
+        phi = torch.zeros(n, particles.xi.shape[1], device=x.device)
+        particles.inner_step(particles.opt.prepare(unflatten(phi, particles.lo)), batch)
+    return peak.peak
+
+
 def expected_memory(trainer) -> str:
     """What a run would take, from a metatrain.Trainer on the meta device: one inner step a task."""
     r, lines, kept, most = trainer.r, [], 0, 0
     for task, groups in zip(trainer.tasks, trainer.particles, strict=True):
         held = [*(x for p in groups for d in (p.theta, p.state) for x in d.values())]
         held = sum(x.nbytes for x in [*held, *(p.xi for p in groups)])
-        n = len(groups[0].t)
-        with Peak() as peak:
-            x = torch.zeros(2 * n, r.batch_size, *task.shape, device="meta")
-            batch = (x, torch.zeros(2 * n, r.batch_size, device="meta", dtype=torch.long))
-            if task.family == "lm":
-                batch = (x.long(), x.long(), x.bool())
-            phi = unflatten(torch.zeros(2 * n, len(trainer.phi), device="meta"), trainer.lo)
-            groups[0].inner_step(groups[0].opt.prepare(phi), batch)
-        kept, most = kept + held, max(most, peak.peak)
+        n, peak = len(groups[0].t), inner_peak(task, groups[0])
+        kept, most = kept + held, max(most, peak)
         lines.append(
             f"{task.name}: nets and their state {held / 2**30:.2f} GiB, while {2 * n} of "
-            f"{2 * r.pairs} nets train {peak.peak / 2**30:.2f} GiB more"
+            f"{2 * r.pairs} nets train {peak / 2**30:.2f} GiB more"
         )
     lines.append(
         f"{r.name}, {len(trainer.phi):,} weights: about {(kept + most) / 2**30:.2f} GiB in all, "

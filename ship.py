@@ -165,6 +165,8 @@ def write_record() -> None:
     digests = []
     for path in sorted(checkpoints.SHIPPED.glob("*.pt")):
         about = checkpoints.about(path)
+        if "chosen_among" not in about:
+            continue
         digests.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}")
         for run in json.loads(about["chosen_among"]):
             mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""

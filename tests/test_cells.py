@@ -54,6 +54,18 @@ def test_finished_cells_are_not_run_again(tmp_path, monkeypatch, run_folder):
     assert trained == [[2], [0]]
 
 
+def test_optimizers_of_one_name_are_told_apart(tmp_path, run_folder):
+    """A retrained one, or another batch size, is another cell."""
+    table, who = cells.Cells(tmp_path / "losses.csv"), cells.contender(str(run_folder))
+    before = table.get(who, TASK, 5, "constant", [0])
+    for w in who.lo.parameters():
+        w.add_(0.1)
+    assert not torch.equal(table.get(who, TASK, 5, "constant", [0]), before)
+    larger = tasks.get("fashion8_mlp_w8_d3", batch_size=16)
+    table.get(who, larger, 5, "constant", [0])
+    assert len(table.rows) == 3
+
+
 def test_divergence_is_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "TUNED", tmp_path)
     huge = {"lr": 1e30, "b1": 0.9, "b2": 0.999, "weight_decay": 0.0, "loss": 9.0}

@@ -52,8 +52,9 @@ def test_end_is_the_last_tenth():
 def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
     cells = Cells(tmp_path / "losses.csv")
     for who, loss in (("mulo_m", 0.5), ("adamw", math.nan), ("muadam", 2.0)):
+        digest = contender(who).digest("fashion8_mlp", 5 * SUITE.steps, "constant", 64)
         for seed in range(SUITE.seeds):
-            key = (who, "fashion8_mlp_w8_d3", str(5 * SUITE.steps), "constant", str(seed))
+            key = (who, digest, "fashion8_mlp_w8_d3", str(5 * SUITE.steps), "constant", str(seed))
             cells.rows[key] = " ".join([str(loss)] * 50)
     said = experiments.rank(SUITE, cells, tmp_path)
     assert said.endswith("best first: μLO_M, μAdam, AdamW.")
