@@ -379,6 +379,8 @@ def main() -> None:
     if args.checkpoint_every < 1:
         sys.exit("metatrain.py: --checkpoint-every must be 1 or more.")
     keep_freed_memory()
+    if args.device == "cpu" and args.scale == "desk":
+        torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
     try:
         if args.dry_run:
             r = recipe(args.recipe, args.scale, **_changes(args))
