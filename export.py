@@ -1,0 +1,298 @@
+"""Export: the whole optimizer step, features and all, as files that run anywhere.
+
+    python export.py mulo_m                    # writes exported/mulo_m.* and checks every file
+    python export.py runs/mine/lo.pt --out DIR # any learned optimizer
+    python export.py --verify exported         # checks files that are there
+
+For every graph (see `graphs.py`: matrix, tall, tensor, vector, net; for VeLO also stats and hyper)
+there is a file in each of three formats,
+
+    .onnx   opset 20, for onnxruntime (`serving.OrtMuLO`, Node.js, browsers) and other ONNX runtimes
+    .pt2    torch.export, for Python
+    .ts     TorchScript, for libtorch C++; deprecated by torch, so for the pinned version of torch
+
+beside <name>.pt, the learned optimizer itself, and <name>.json, the config: the network, the order
+of its features, lambdas, betas, epsilons, the μP rule, inputs and outputs of every graph, and the
+SHA-256 of every file. The same config, without the digests, is inside every file (ONNX metadata
+"mulo", extra file "mulo.json" of the others). Checking is against the eager step in float64, on
+updates with lr_scale = 1/lam1, so that they are of size 1: parameters would hide any error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import io
+import json
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoints
+import features
+import graphs
+from graphs import Graph, Step
+from lo import LO, LOConfig
+from mup import RULES
+from serving import FORMAT, VERSION, OrtMuLO, Session, checked, read_config, sidecar
+
+__all__ = ["OrtMuLO", "Session", "describe", "open_graph", "verify", "write"]
+
+SUFFIXES = {"ONNX": "onnx", "torch.export": "pt2", "TorchScript": "ts"}
+TOLERANCE = 3e-6  # of the largest update, or entry of the state
+
+
+# ---------------------------------------------------------------- writing
+
+
+def feature_names(config: LOConfig) -> list[str]:
+    """The inputs of the network in their order."""
+    three = lambda x: [x.replace("#", str(k)) for k in (1, 2, 3)]  # noqa: E731
+    velo = config.net == "velo"
+    names = ["g", *(["clip(g)"] if velo else []), "p", *three("M#"), "V", *three("M#/sqrt(V)")]
+    names += ["1/sqrt(V)", *three("g*F#")]
+    names += ["g/sqrt(V)"] if config.feature_set == "velo" else []
+    for x in ("r#", "c#", "1/sqrt(r#)", "1/sqrt(c#)", "M#*F#"):
+        names += three(x)
+    return names if velo else names + [f"tanh(t/{x}-1)" for x in features.TIMESCALES]
+
+
+def describe(lo: LO, name: str) -> dict:
+    """The config that goes with every file."""
+    step = Step(lo, "vector")
+    rates = {k: getattr(step, f"rate_{k}").flatten().tolist() for k in ("M", "V", "rc")}
+    made = {kind: graphs.make(lo, kind) for kind in graphs.kinds(lo.config)}
+    config = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": name,
+        "torch": torch.__version__,
+        "opset": graphs.OPSET,
+        "lo": dataclasses.asdict(lo.config),
+        "features": " ".join(feature_names(lo.config)),
+        "one_minus_beta": rates,
+        "epsilons": {"V": 1e-6, "r,c": 1e-8, "g^2": 1e-30, "F": 1e-9, "F_mom of vectors": 1e-6},
+        "mup": {role: f"lr_scale = lr*fan_in^{rule.update:g}" for role, rule in RULES.items()},
+    }
+    if lo.config.net == "velo":
+        config["first"] = {k: getattr(lo, f"{k}0")[0].tolist() for k in ("hidden", "cell")}
+    return config | {"graphs": {k: " ".join(g.inputs) for k, g in made.items()}}
+
+
+def to_torchscript(graph: Graph, text: str) -> bytes:
+    """Traced; the archive without what is only for debugging."""
+    with graphs.quiet(), torch.no_grad():
+        traced = torch.jit.trace(graph, graph.example(), check_trace=False)
+        torch.jit.save(traced, buffer := io.BytesIO(), _extra_files={"mulo.json": text})
+    slim = io.BytesIO()
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(slim, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            if not name.endswith(".debug_pkl") and "traced_inputs" not in name:
+                new.writestr(zipfile.ZipInfo(name), old.read(name), zipfile.ZIP_DEFLATED)
+    return slim.getvalue()
+
+
+def to_pt2(graph: Graph, text: str) -> bytes:
+    with graphs.quiet():
+        program = graphs.to_program(graph, graph.example(), graph.sizes())
+        torch.export.save(program, buffer := io.BytesIO(), extra_files={"mulo.json": text})
+    return buffer.getvalue()
+
+
+def to_onnx(graph: Graph, text: str) -> bytes:
+    model = graphs.to_onnx(graph)
+    model.producer_name = "mulo"
+    model.metadata_props.add(key="mulo", value=text)
+    return model.SerializeToString()
+
+
+WRITERS = {"onnx": to_onnx, "pt2": to_pt2, "ts": to_torchscript}
+
+
+def write(lo: LO, out: str | Path, name: str) -> Path:
+    """Write all files of a learned optimizer to a folder; the path of its .json, written last."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    config, digests = describe(lo, name), {}
+    text = json.dumps(config, separators=(",", ":"))
+    checkpoints.save(lo, out / f"{name}.pt")
+    files = {f"{name}.pt": lambda: (out / f"{name}.pt").read_bytes()}
+    for kind in graphs.kinds(lo.config):
+        graph = graphs.make(lo, kind).eval()
+        for suffix, writer in WRITERS.items():
+            files[f"{name}.{kind}.{suffix}"] = lambda w=writer, g=graph: w(g, text)
+    for file, make in files.items():
+        content = make()
+        digests[file] = hashlib.sha256(content).hexdigest()
+        checkpoints.write_atomically(out / file, lambda f, content=content: f.write(content))
+    path = out / f"{name}.json"
+    text = json.dumps(config | {"sha256": digests}, indent=1).encode()
+    checkpoints.write_atomically(path, lambda f: f.write(text))
+    return path
+
+
+# ---------------------------------------------------------------- reading and checking
+
+
+def open_graph(path: str | Path) -> Callable[..., tuple[Tensor, ...]]:
+    """An exported file of any format as a function of its inputs in order."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
+    if path.suffix == ".onnx":
+        session = Session(path)
+        return lambda *x: tuple(session.run(dict(zip(session.inputs, x, strict=True))).values())
+    extra = {"mulo.json": ""}
+    try:
+        if path.suffix == ".ts":
+            with graphs.quiet():
+                run = torch.jit.load(path, _extra_files=extra)
+        else:
+            run = torch.export.load(path, extra_files=extra).module()
+    except Exception as error:  # of many kinds
+        raise ValueError(f"{path} is damaged or of another format: export it anew.") from error
+    read_config(extra["mulo.json"], path)
+    return run
+
+
+def cases(graph: Graph) -> Iterator[tuple[str, list[Tensor]]]:
+    """Inputs that a graph is checked on, each with what it is."""
+    sizes = {
+        "matrix": ["1 1 1000", "1 1000 1", "8 1 1", "2 3 5", "1 1024 1024", "1 1024 4096"],
+        "tall": ["1 1 1000", "1 1000 1", "8 1 1", "2 5 3", "1 1024 1024", "1 4096 1024"],
+        "tensor": ["8 1 1 1", "2 3 5 7", "1 9 64 64"],
+        "vector": ["8 1", "3 5", "1 100000"],
+    }.get(graph.kind, ["1 1 1 9 1", "3 5 7 11 4"])
+    generator = torch.Generator().manual_seed(0)
+    names = {"matrix": "bmn", "tall": "bmn", "tensor": "bemn", "vector": "bn"}
+    for size in sizes:
+        known = dict(zip(names.get(graph.kind, "bemnT"), map(int, size.split()), strict=True))
+        for what, t in (
+            ("first step", 0.0),
+            ("step 1e5", 1e5),
+            ("zero gradients", 7.0),
+            ("dead row", 7.0),
+        ):
+            if graph.kind not in graphs.STEPS and t == 7.0:
+                continue
+            x = {
+                k: torch.randn([known.get(d, d) for d in s], generator=generator)
+                for k, s in graph.inputs.items()
+            }
+            if "param" in x:
+                x["param"] *= 0.1
+            size_of_g = 1.0 if graph.kind == "stats" else 0.01  # stats are clipped logarithms
+            for k in x.keys() & {"grad", "momentum"}:
+                x[k] *= size_of_g
+            for k in x.keys() & {"second_moment", "row", "col"}:
+                x[k] = (size_of_g * x[k]).square()
+            for k in x.keys() & {"w0", "w1", "w2"}:  # VeLO's generated weights
+                x[k] /= x[k].shape[-2] ** 0.5
+            x |= {k: torch.tensor(3.0) for k in x.keys() & {"rank", "loss"}}
+            x |= {k: torch.full_like(x[k], t) for k in x.keys() & {"step", "loss_count"}}
+            if "lr_scale" in x:
+                x["lr_scale"] = torch.full_like(x["lr_scale"], 1 / (graph.config.lam1 or 1))
+            if "fan_in" in x:
+                x["fan_in"] = torch.full_like(x["fan_in"], 64.0)
+            if "loss_decay" in x:
+                x["loss_decay"], x["num_steps"] = (
+                    features.loss_decays(1000, False),
+                    torch.tensor(1e3),
+                )
+                x["loss_means"], x["loss_low"] = 3 + 0.1 * x["loss_means"], x["loss_low"].abs()
+            state = x.keys() & {"second_moment", "momentum", "row", "col"}
+            if what == "first step" and graph.kind in graphs.STEPS:
+                x |= {k: torch.zeros_like(x[k]) for k in state}
+            if what == "zero gradients":
+                x |= {k: torch.zeros_like(x[k]) for k in (*state, "grad")}
+            if what == "dead row":
+                for k in (*state, "grad"):
+                    x[k].narrow(
+                        -1 if k in ("row", "col") or graph.kind == "vector" else -2, 0, 1
+                    ).zero_()
+            yield f"{size.replace(' ', 'x')}, {what}", list(x.values())
+
+
+def difference(given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor | None) -> float:
+    """The largest error of any output, relative to its largest entry; for parameters, of the update."""
+    worst = 0.0
+    for k, (a, b) in enumerate(zip(given, right, strict=True)):
+        a = a.double()
+        if a.shape != b.shape:
+            return float("inf")
+        if k == 0 and param is not None:
+            a, b = a - param.double(), b - param.double()
+        error = float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+        worst = max(worst, error) if error == error else float("inf")
+    return worst
+
+
+def verify(path: str | Path, say: Callable[[str], None] = print) -> list[str]:
+    """Check every file that a .json lists against the eager float64 step; the sentences of failure."""
+    path, config = sidecar(path)
+    folder, name, wrong = path.parent, config["name"], []
+    lo = checkpoints.load(checked(folder, f"{name}.pt", config))
+    say(f"{'file':28}{'bytes':>9}{'max error':>12}  {'worst case':28}{'µs per step':>12}")
+    for kind in graphs.kinds(lo.config):
+        runs = {}
+        for suffix in SUFFIXES.values():
+            try:
+                file = checked(folder, f"{name}.{kind}.{suffix}", config)
+                runs[file] = open_graph(file), []
+            except (ValueError, OSError) as error:
+                wrong.append(str(error))
+        graph = graphs.make(lo, kind)
+        eager = graphs.make(lo, kind).double()
+        with torch.no_grad():
+            for what, x in cases(graph):
+                right = eager(*(v.double() for v in x))
+                for run, errors in runs.values():
+                    param = x[0] if kind in graphs.STEPS else None
+                    errors.append((difference(run(*x), right, param), what))
+            for file, (run, errors) in runs.items():
+                error, what = max(errors)
+                us = 1e6 * clock(lambda run=run, x=graph.example(): run(*x))
+                say(f"{file.name:28}{file.stat().st_size:9}{error:12.1e}  {what:28}{us:12.0f}")
+                if not error <= TOLERANCE:
+                    wrong.append(f"{file} is off by {error:.1e} at {what}: export it anew.")
+    return wrong
+
+
+def clock(run: Callable[[], object], repeats: int = 20) -> float:
+    """Seconds of a call, the least of a few."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a learned optimizer for other runtimes.")
+    parser.add_argument("lo", nargs="?", help="a shipped name, such as mulo_m, or a file's path")
+    parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
+    parser.add_argument("--verify", metavar="DIR", help="only check the files in this folder")
+    args = parser.parse_args()
+    if (args.lo is None) == (args.verify is None):
+        parser.error("give a learned optimizer to export, or --verify DIR")
+    try:
+        path = Path(args.verify) if args.verify else None
+        if path is None:
+            path = write(checkpoints.load(args.lo), args.out, Path(args.lo).stem)
+        wrong = verify(path)
+    except (ValueError, OSError) as error:
+        sys.exit(f"export.py: {error}")
+    if wrong:
+        sys.exit("export.py: " + "\n".join(wrong))
+    print(f"{path}: every file agrees with the eager float64 step within {TOLERANCE:g}.")
+
+
+if __name__ == "__main__":
+    main()
