@@ -37,6 +37,7 @@ from torch import Tensor
 import checkpoints
 import features
 import graphs
+import onnxgraphs
 from graphs import Graph, Step
 from lo import LO, LOConfig
 from mup import RULES
@@ -73,7 +74,7 @@ def describe(lo: LO, name: str) -> dict:
         "version": VERSION,
         "name": name,
         "torch": torch.__version__,
-        "opset": graphs.OPSET,
+        "opset": onnxgraphs.OPSET,
         "lo": dataclasses.asdict(lo.config),
         "features": " ".join(feature_names(lo.config)),
         "one_minus_beta": rates,
@@ -106,7 +107,7 @@ def to_pt2(graph: Graph, text: str) -> bytes:
 
 
 def to_onnx(graph: Graph, text: str) -> bytes:
-    model = graphs.to_onnx(graph)
+    model = onnxgraphs.to_onnx(graph)
     model.producer_name = "mulo"
     model.metadata_props.add(key="mulo", value=text)
     return model.SerializeToString()
@@ -220,7 +221,7 @@ def cases(graph: Graph) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def difference(given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor | None) -> float:
-    """The largest error of any output, relative to its largest entry; for parameters, of the update."""
+    """The largest error of any output relative to its largest entry; of parameters, the update."""
     worst = 0.0
     for k, (a, b) in enumerate(zip(given, right, strict=True)):
         a = a.double()
@@ -234,7 +235,7 @@ def difference(given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tens
 
 
 def verify(path: str | Path, say: Callable[[str], None] = print) -> list[str]:
-    """Check every file that a .json lists against the eager float64 step; the sentences of failure."""
+    """Check every file that a .json lists against the eager float64 step; what is wrong."""
     path, config = sidecar(path)
     folder, name, wrong = path.parent, config["name"], []
     lo = checkpoints.load(checked(folder, f"{name}.pt", config))
@@ -257,19 +258,19 @@ def verify(path: str | Path, say: Callable[[str], None] = print) -> list[str]:
                     errors.append((difference(run(*x), right, param), what))
             for file, (run, errors) in runs.items():
                 error, what = max(errors)
-                us = 1e6 * clock(lambda run=run, x=graph.example(): run(*x))
+                us = 1e6 * clock(run, graph.example())
                 say(f"{file.name:28}{file.stat().st_size:9}{error:12.1e}  {what:28}{us:12.0f}")
                 if not error <= TOLERANCE:
                     wrong.append(f"{file} is off by {error:.1e} at {what}: export it anew.")
     return wrong
 
 
-def clock(run: Callable[[], object], repeats: int = 20) -> float:
+def clock(run: Callable, inputs: tuple[Tensor, ...], repeats: int = 20) -> float:
     """Seconds of a call, the least of a few."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        run()
+        run(*inputs)
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -282,6 +283,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.lo is None) == (args.verify is None):
         parser.error("give a learned optimizer to export, or --verify DIR")
+    torch.set_num_threads(1)  # so that times compare
     try:
         path = Path(args.verify) if args.verify else None
         if path is None:

@@ -1,23 +1,18 @@
-"""The optimizer step as graphs: the modules that `export.py` writes, and their ONNX form.
+"""The optimizer step as graphs: the modules that `export.py` writes.
 
-    step = Step(mulo.load("mulo_m"), "matrix")     # an nn.Module: state in, state out
-    model = to_onnx(step)                          # an onnx.ModelProto, opset 20
+    step = make(mulo.load("mulo_m"), "matrix")     # an nn.Module: state in, state out
 
 Every graph takes a batch of b equal-shaped tensors; b, m, n and e are free. Kinds of step:
 
     matrix   param (b, m, n): axis n is d0, the larger one ("out" if they tie; see features.py)
-    tall     param (b, m, n): axis m is d0, so a torch weight (out, in) with out >= in fits as it is
-    tensor   param (b, e, m, n): n is d0, m is d1, and e all other axes of a tensor of rank 3 or more
+    tall     param (b, m, n): axis m is d0, as in a torch weight (out, in) with out >= in
+    tensor   param (b, e, m, n): n is d0, m is d1, e is all other axes of a tensor of rank 3 or more
     vector   param (b, n): rank 0 and 1
 
 `row` goes with axis m and `col` with axis n: r and c of features.py, or c and r in a tall graph.
 Beside the steps there are `net`, the bare network, and for VeLO, whose step takes its network as
 inputs, `stats` (what the LSTM sees of a tensor) and `hyper` (the LSTM, which makes the networks).
-
-TorchScript and torch.export take `Step`, which is `lo.step`. ONNX runtimes get the same functions in
-another order: onnxruntime runs one node at a time over whole tensors, so the dense features of a
-large matrix would go through memory some twenty times. As in `lo.step_`, they are therefore formed
-in blocks that fit the cache, inside two ONNX Loops: one for their mean squares, one for the network.
+TorchScript and torch.export take a graph's `forward`, ONNX the pieces of it: see `onnxgraphs.py`.
 """
 
 from __future__ import annotations
@@ -25,18 +20,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import string
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager, redirect_stdout
 
-import onnx
-import onnx_ir
-import onnxscript.optimizer
 import torch
-from onnx import TensorProto, helper
-from onnx_ir.passes import common
-from onnxscript import opset20 as op
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -45,13 +33,9 @@ import lo as lo_module
 from features import Accumulators, LossBuffer, Rates, Scales
 from lo import LO, Folded, LOConfig, Net
 
-OPSET, IR_VERSION = 20, 10
 STEPS = ("matrix", "tall", "tensor", "vector")
 DIMS = {"matrix": (-2, -1), "tall": (-1, -2), "tensor": (-2, -1), "vector": None}
-BLOCK = 262_144  # floats of a hidden layer per block: 32 rows of 1024 at hidden size 8
-ALPHABET = string.ascii_letters
 CHATTER = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn")
-SHORT = 2048  # entries that onnxruntime may sum in a row without losing digits
 
 
 def kinds(config: LOConfig) -> tuple[str, ...]:
@@ -115,7 +99,7 @@ class Step(Graph):
         super().__init__(lo, kind, one=torch.ones(1), **rates, **weights)
         self.dims = DIMS[kind]
         lead = {"tensor": ("e",)}.get(kind, ())
-        m, n = (lead + ("m",), lead + ("n",)) if self.dims else (("n",), ("n",))
+        m, n = ((*lead, "m"), (*lead, "n")) if self.dims else (("n",), ("n",))
         shape = lead + (("m", "n") if self.dims else ("n",))
         self.inputs = dict.fromkeys(("param", "grad", "second_moment"), ("b", *shape))
         self.inputs |= {"momentum": ("b", 3, *shape), "row": ("b", 3, *m), "col": ("b", 3, *n)}
@@ -315,7 +299,33 @@ class Hyper(Graph):
         return (*memory, h[0], cell[0], alpha[0], *(weights[k][0] for k in self.weights))
 
 
+class Piece(nn.Module):
+    """A method that takes and gives tensors by name, as a module that takes and gives tuples."""
+
+    def __init__(self, owner: Step, method: str, names: Sequence[str]):
+        super().__init__()
+        self.owner, self.method, self.names = owner, method, names
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            getattr(self.owner, self.method)(dict(zip(self.names, inputs, strict=True))).values()
+        )
+
+
 # ---------------------------------------------------------------- torch.export
+
+
+@contextmanager
+def quiet():
+    """Without the exporter's chatter."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def symbols(x: Tensor, sizes: dict[str, int]) -> tuple:
@@ -337,311 +347,3 @@ def to_program(
     for node in program.graph.nodes:  # where the code stood on the machine that exported it
         node.meta = {k: v for k, v in node.meta.items() if k not in CHATTER}
     return program
-
-
-# ---------------------------------------------------------------- ONNX
-
-
-def _lerp(self, end, weight):
-    """M + w (g - M), without torch's case for w >= 1/2, which would double the work."""
-    return op.Add(self, op.Mul(weight, op.Sub(end, self)))
-
-
-def _nan_to_num(self, nan=0.0, posinf=0.0, neginf=0.0):
-    """0 for what is not finite."""
-    largest = op.Constant(value_float=3.4028234663852886e38)
-    return op.Where(op.LessOrEqual(op.Abs(self), largest), self, op.Constant(value_floats=[0.0]))
-
-
-def _square(self, exponent):
-    return op.Mul(self, self) if exponent == 2 else op.Pow(self, op.CastLike(exponent, self))
-
-
-def _total(x, axis: int, rank: int, keepdim: bool = False):
-    """A sum in two levels, of 64 and then of the rest: onnxruntime adds one after another."""
-    pad = op.Mod(op.Neg(op.Shape(x, start=axis, end=axis + 1)), op.Constant(value_ints=[64]))
-    none = [op.Constant(value_ints=[0] * k) for k in (rank + axis, rank - axis - 1) if k]
-    pads = op.Concat(none[0], pad, *none[1:], axis=0)
-    after = [op.Shape(x, start=axis + 1)] if axis < rank - 1 else []
-    shape = op.Concat(op.Constant(value_ints=[0] * axis + [-1, 64]), *after, axis=0)
-    y = op.Reshape(op.Pad(x, pads), shape)
-    y = op.ReduceSum(y, op.Constant(value_ints=[axis + 1]), keepdims=0)
-    return op.ReduceSum(y, op.Constant(value_ints=[axis]), keepdims=int(keepdim))
-
-
-def _average(x, axis: int, rank: int, keepdim: bool = False):
-    n = op.Cast(op.Shape(x, start=axis, end=axis + 1), to=TensorProto.FLOAT)
-    return op.Div(_total(x, axis, rank, keepdim), n)
-
-
-def _sum(self, dim, keepdim=False, dtype=None):
-    rank = len(self.shape)
-    return _total(self, dim[0] % rank, rank, keepdim)
-
-
-def _mean(self, dim, keepdim=False, dtype=None):
-    rank = len(self.shape)
-    return _average(self, dim[0] % rank, rank, keepdim)
-
-
-def _var_mean(self, dim=None, correction=None, keepdim=False):
-    rank = len(self.shape)
-    mean = _average(self, dim[0] % rank, rank, True)
-    off = op.Sub(self, mean)
-    var = _average(op.Mul(off, off), dim[0] % rank, rank)
-    return var, op.Squeeze(mean, op.Constant(value_ints=dim))
-
-
-aten = torch.ops.aten
-FAST = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
-FAST |= {aten.pow.Tensor_Scalar: _square}
-EXACT = {aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.var_mean.correction: _var_mean}
-
-
-@contextmanager
-def quiet():
-    """Without the exporter's chatter."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-
-
-def convert(
-    module: nn.Module, example: Sequence[Tensor], sizes: dict, table: dict
-) -> onnx.GraphProto:
-    """The ONNX nodes of a module. No optimizer: torch's drops epsilons and factors close to 1."""
-    with quiet():
-        program = torch.onnx.export(
-            to_program(module, example, sizes),
-            dynamo=True,
-            optimize=False,
-            opset_version=OPSET,
-            custom_translation_table=table,
-        )
-    return compact(onnx_ir.to_proto(program.model))
-
-
-class Piece(nn.Module):
-    """A method that takes and gives tensors by name, as a module that takes and gives tuples."""
-
-    def __init__(self, owner: Step, method: str, names: Sequence[str]):
-        super().__init__()
-        self.owner, self.method, self.names = owner, method, names
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            getattr(self.owner, self.method)(dict(zip(self.names, inputs, strict=True))).values()
-        )
-
-
-class Builder:
-    """An ONNX graph put together from pieces; `env` has an example of every value so far."""
-
-    def __init__(self, graph: Graph):
-        self.graph, self.sizes = graph, graph.sizes()
-        self.env = dict(zip(graph.inputs, graph.example(), strict=True))
-        self.nodes, self.initializers, self.count = [], [], 0
-
-    def fresh(self) -> str:
-        self.count += 1
-        return f"v{self.count}"
-
-    def node(self, kind: str, *inputs: str, output: str | None = None, **attributes) -> str:
-        """Append a node; the name of its output."""
-        output = output or self.fresh()
-        self.nodes.append(helper.make_node(kind, inputs, [output], **attributes))
-        return output
-
-    def ints(self, *values: int) -> str:
-        name = self.fresh()
-        self.initializers.append(helper.make_tensor(name, TensorProto.INT64, [len(values)], values))
-        return name
-
-    def adopt(self, model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        """Append a model's nodes, under our names; its initializers become ours."""
-        known = {v.name: k for v, k in zip(model.graph.input, inputs, strict=True)}
-        known |= {v.name: k for v, k in zip(model.graph.output, outputs, strict=True)} | {"": ""}
-        for x in model.graph.initializer:
-            x.name = known.setdefault(x.name, self.fresh())
-            self.initializers.append(x)
-        for node in model.graph.node:
-            for field in (node.input, node.output):
-                field[:] = [known.setdefault(k, self.fresh()) for k in field]
-        self.nodes += model.graph.node
-
-    def piece(
-        self,
-        method: str,
-        names: Sequence[str],
-        table: dict,
-        called: dict[str, str] | None = None,
-    ) -> list[str]:
-        """Append the nodes of a method of the graph, which sees these values; what it gives."""
-        example = [self.env[k] for k in names]
-        given = getattr(self.graph, method)(dict(zip(names, example, strict=True)))
-        model = convert(Piece(self.graph, method, names), example, self.sizes, table)
-        self.adopt(model, [(called or {}).get(k, k) for k in names], list(given))
-        self.env |= {k: x.clone() for k, x in given.items()}
-        return list(given)
-
-    def loop(self, method: str, names: Sequence[str], trips: str, cut: Callable) -> None:
-        """Append a Loop over a method, block by block; its stacked results are called all_<name>.
-
-        cut(i) has, by name, (start, end, axes) of what the i-th block sees of a value.
-        """
-        outer, self.nodes = self.nodes, []
-        blocks = {k: self.node("Slice", k, *part) for k, part in cut("i").items()}
-        [result] = self.piece(method, names, FAST, blocks)
-        self.node("Identity", "go", output="on")
-        value = helper.make_tensor_value_info
-        body = helper.make_graph(
-            self.nodes,
-            method,
-            [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, [])],
-            [value("on", TensorProto.BOOL, []), value(result, TensorProto.FLOAT, None)],
-        )
-        go = helper.make_tensor(self.fresh(), TensorProto.BOOL, [], [True])
-        self.initializers.append(go)
-        self.nodes = outer
-        self.env[result] = torch.stack([self.env[result]] * self.sizes["T"])
-        self.node("Loop", trips, go.name, output=f"all_{result}", body=body)
-
-    def finish(self) -> onnx.ModelProto:
-        def values(shapes: dict) -> list:
-            return [helper.make_tensor_value_info(k, 1, s) for k, s in shapes.items()]
-
-        example = self.graph(*self.graph.example())
-        outputs = [symbols(x, self.sizes) for x in example]
-        outputs = dict(zip(self.graph.outputs, outputs, strict=True))
-        graph = helper.make_graph(
-            self.nodes,
-            self.graph.kind,
-            values(self.graph.inputs),
-            values(outputs),
-            self.initializers,
-        )
-        opset = [helper.make_opsetid("", OPSET)]
-        model = compact(helper.make_model(graph, opset_imports=opset, ir_version=IR_VERSION))
-        shorten(model.graph, {k: k for k in ("", *self.graph.inputs, *self.graph.outputs)})
-        return model
-
-
-def to_onnx(graph: Graph) -> onnx.ModelProto:
-    """The graph as ONNX; large matrices go through it in blocks."""
-    build = Builder(graph)
-    if graph.kind not in ("matrix", "tall", "tensor"):
-        model = convert(graph, graph.example(), build.sizes, FAST | EXACT)
-        build.adopt(model, list(graph.inputs), graph.outputs)
-        return build.finish()
-
-    node, ints = build.node, build.ints
-    build.piece("accumulate", list(graph.inputs), FAST | EXACT)
-    whole = ("param", "g", "new_second_moment", "new_momentum")  # have both axes, m and n
-    dense = (
-        *whole,
-        "over_m",
-        "over_n",
-        *(k for k in ("unit_V", "eps_M", "eps_V") if k in build.env),
-    )
-
-    def blocks(total: str, size: str) -> str:  # how many
-        return node("Div", node("Sub", node("Add", total, size), ints(1)), size)
-
-    n, m = (node("Shape", "param", start=k, end=end) for k, end in ((-1, None), (-2, -1)))
-    area = node("Div", node("Size", "param"), m)  # of one row, of all b tensors
-    rows = node("Div", ints(BLOCK // graph.config.hidden_size), area)
-    rows = node("Min", node("Max", rows, ints(1)), m)  # of a block
-
-    # Mean squares of the dense features: rows are cut where they are longer than may be summed.
-    cols = node("Min", n, ints(SHORT))
-    across = blocks(n, cols)
-
-    def tile(i: str) -> dict[str, tuple]:
-        top, left = node("Div", i, across), node("Mod", i, across)
-        top, left = node("Mul", top, rows), node("Mul", left, cols)
-        bottom, right = node("Add", top, rows), node("Add", left, cols)
-        both = node("Concat", top, left, axis=0), node("Concat", bottom, right, axis=0)
-        cuts = dict.fromkeys(whole, (*both, ints(-2, -1)))
-        return cuts | {"over_m": (top, bottom, ints(-2)), "over_n": (left, right, ints(-1))}
-
-    build.loop("squares", dense, node("Mul", blocks(m, rows), across), tile)
-    names = ("squares", "param", "new_row", "new_col", *list(graph.inputs)[6:])
-    given = build.piece("fold", names, FAST | EXACT, {"squares": "all_squares"})
-
-    # The update: blocks of rows, all of one size, so that the last one begins early.
-    trips, last = blocks(m, rows), node("Sub", m, rows)
-
-    def band(i: str) -> dict[str, tuple]:
-        top = node("Min", node("Mul", i, rows), last)
-        return dict.fromkeys((*whole, "over_m", "first_m"), (top, node("Add", top, rows), ints(-2)))
-
-    build.loop("advance", (*dense, *given), trips, band)  # (trips, b, [e,] rows, n)
-    rank = len(graph.inputs["param"])
-    x = node("Transpose", "all_new_param", perm=[*range(1, rank - 1), 0, rank - 1, rank])
-    lead = node("Shape", "param", end=rank - 2)
-    x = node("Reshape", x, node("Concat", lead, ints(-1), n, axis=0))
-    full = node("Mul", node("Sub", trips, ints(1)), rows)  # rows above the last block
-    rest = node("Add", full, node("Sub", node("Mul", trips, rows), m))
-    above = node("Slice", x, ints(0), full, ints(-2))
-    below = node("Slice", x, rest, ints(2**62), ints(-2))
-    node("Concat", above, below, output="new_param", axis=-2)
-    return build.finish()
-
-
-def once(model: onnx_ir.Model) -> None:
-    """A reshape of a reshape is one reshape; the exporter makes chains of them of in-place code."""
-    for node in model.graph:
-        before = node.inputs[0].producer() if node.op_type == "Reshape" else None
-        if before is not None and before.op_type == "Reshape":
-            node.replace_input_with(0, before.inputs[0])
-
-
-def compact(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Fold constants, drop what is unused or said twice, and names, comments, inferred shapes."""
-    with quiet():
-        model = onnx_ir.from_proto(model)
-        common.InlinePass()(model)
-        onnxscript.optimizer.fold_constants(model)
-        for run in (
-            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-            common.LiftSubgraphInitializersToMainGraphPass(),
-            common.IdentityEliminationPass(),
-            common.DeduplicateInitializersPass(),
-            common.CommonSubexpressionEliminationPass(),
-            once,
-            common.OutputFixPass(),
-            common.RemoveUnusedNodesPass(),
-            common.RemoveUnusedOpsetsPass(),
-            common.ClearMetadataAndDocStringPass(),
-            common.TopologicalSortPass(),
-        ):
-            run(model)
-    model = onnx_ir.to_proto(model)
-    del model.graph.value_info[:]
-    return model
-
-
-def shorten(graph: onnx.GraphProto, names: dict[str, str]) -> None:
-    """Inner values get names of two letters and nodes none, here and in subgraphs."""
-
-    def short(old: str) -> str:
-        k = len(names)
-        return names.setdefault(old, ALPHABET[k // len(ALPHABET)] + ALPHABET[k % len(ALPHABET)])
-
-    for value in (*graph.initializer, *graph.input, *graph.output):
-        value.name = short(value.name)
-    for node in graph.node:
-        node.ClearField("name")
-        usual = onnx.defs.get_schema(node.op_type, OPSET).attributes
-        for attribute in list(node.attribute):
-            if attribute.HasField("g"):
-                shorten(attribute.g, names)
-            elif attribute == usual[attribute.name].default_value:
-                node.attribute.remove(attribute)
-        for field in (node.input, node.output):
-            field[:] = [short(k) for k in field]

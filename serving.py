@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
 from torch import Tensor
@@ -74,10 +75,25 @@ def checked(folder: Path, name: str, config: dict) -> Path:
     return path
 
 
+def with_block(path: str | os.PathLike, entries: int) -> bytes:
+    """An exported ONNX file that works on so many entries of a tensor at a time."""
+    model = onnx.load(path)
+    for x in model.graph.initializer:
+        if x.name == "block":
+            x.CopyFrom(onnx.helper.make_tensor(x.name, x.data_type, [1], [entries]))
+    return model.SerializeToString()
+
+
 class Session:
     """One exported ONNX graph, on the CPU or on CUDA, with its inputs checked."""
 
-    def __init__(self, path: str | os.PathLike, device: str = "cpu", threads: int | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        device: str = "cpu",
+        threads: int | None = None,
+        block: int | None = None,  # entries that are worked on at a time; on CUDA all of them
+    ):
         kind = torch.device(device).type
         wanted = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(kind)
         if wanted is None:
@@ -86,8 +102,10 @@ class Session:
         options.log_severity_level = 4  # what goes wrong is raised
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
+        block = 2**40 if block is None and kind == "cuda" else block
         try:
-            self.session = onnxruntime.InferenceSession(str(path), options, providers=[wanted])
+            model = str(path) if block is None else with_block(path, block)
+            self.session = onnxruntime.InferenceSession(model, options, providers=[wanted])
         except Exception as error:  # of many kinds, none of them public
             raise ValueError(f"{path} is damaged or not an ONNX file: export it anew.") from error
         if self.session.get_providers()[0] != wanted:
@@ -135,8 +153,8 @@ class Session:
     ) -> dict[str, Tensor]:
         """Run the graph; results go to `outputs` where given (never an input), else to new tensors.
 
-        All inputs but the gradient, whose bad entries the graph takes as 0, must be finite; `finite`
-        names those to be looked at.
+        All inputs must be finite but the gradient, whose bad entries the graph takes as 0, and the
+        loss; `finite` names those to be looked at.
         """
         if finite is None:
             finite = [k for k in inputs if k not in ("grad", "loss")]
