@@ -28,7 +28,7 @@ import json
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -45,45 +45,46 @@ from serving import FORMAT, VERSION, OrtMuLO, Session, checked, read_config, sid
 
 __all__ = ["OrtMuLO", "Session", "describe", "open_graph", "verify", "write"]
 
-SUFFIXES = {"ONNX": "onnx", "torch.export": "pt2", "TorchScript": "ts"}
+TIME = {("small_fc", "reference"): "tanh(t/x-1)", ("small_fc", "paper"): "tanh(t/x)"}
+TIME |= {("velo", "reference"): "tanh(10(t/T-x))", ("velo", "paper"): "tanh(t/T-10x)"}
 TOLERANCE = 3e-6  # of the largest update, or entry of the state
 
 
 # ---------------------------------------------------------------- writing
 
 
-def feature_names(config: LOConfig) -> list[str]:
-    """The inputs of the network in their order."""
-    three = lambda x: [x.replace("#", str(k)) for k in (1, 2, 3)]  # noqa: E731
+def feature_names(config: LOConfig) -> str:
+    """The inputs of the network in their order; F is 1 / sqrt(r c / mean(r))."""
     velo = config.net == "velo"
-    names = ["g", *(["clip(g)"] if velo else []), "p", *three("M#"), "V", *three("M#/sqrt(V)")]
-    names += ["1/sqrt(V)", *three("g*F#")]
+    names = ["g", *(["clip(g)"] if velo else []), "p", "M#", "V", "M#/sqrt(V)", "1/sqrt(V)", "g*F#"]
     names += ["g/sqrt(V)"] if config.feature_set == "velo" else []
-    for x in ("r#", "c#", "1/sqrt(r#)", "1/sqrt(c#)", "M#*F#"):
-        names += three(x)
-    return names if velo else names + [f"tanh(t/{x}-1)" for x in features.TIMESCALES]
+    names += ["r#", "c#", "1/sqrt(r#)", "1/sqrt(c#)", "M#*F#"]
+    if not velo:
+        names += [f"t/{x}" for x in features.TIMESCALES]
+    return " ".join(x.replace("#", k) for x in names for k in ("123" if "#" in x else "1"))
 
 
 def describe(lo: LO, name: str) -> dict:
     """The config that goes with every file."""
     step = Step(lo, "vector")
-    rates = {k: getattr(step, f"rate_{k}").flatten().tolist() for k in ("M", "V", "rc")}
-    made = {kind: graphs.make(lo, kind) for kind in graphs.kinds(lo.config)}
+    of_velo = {"lstm_hidden", "param_inits", "param_scale_mult", "use_bugged_loss_features"}
+    settings = dataclasses.asdict(lo.config)
+    velo = lo.config.net == "velo"
     config = {
         "format": FORMAT,
         "version": VERSION,
         "name": name,
         "torch": torch.__version__,
-        "opset": onnxgraphs.OPSET,
-        "lo": dataclasses.asdict(lo.config),
-        "features": " ".join(feature_names(lo.config)),
-        "one_minus_beta": rates,
-        "epsilons": {"V": 1e-6, "r,c": 1e-8, "g^2": 1e-30, "F": 1e-9, "F_mom of vectors": 1e-6},
-        "mup": {role: f"lr_scale = lr*fan_in^{rule.update:g}" for role, rule in RULES.items()},
+        "lo": settings if velo else {k: x for k, x in settings.items() if k not in of_velo},
+        "features": feature_names(lo.config),
+        "time": TIME[lo.config.net, lo.config.spec],
+        "1-beta": {k: getattr(step, f"rate_{k}").flatten().tolist() for k in ("M", "V", "rc")},
+        "epsilons": {"V": 1e-6, "r,c": 1e-8, "g^2": 1e-30, "F": 1e-9, "vector F_mom": 1e-6},
+        "mup": {"lr_scale/lr": {k: f"fan_in^{rule.update:g}" for k, rule in RULES.items()}},
     }
-    if lo.config.net == "velo":
+    if velo:
         config["first"] = {k: getattr(lo, f"{k}0")[0].tolist() for k in ("hidden", "cell")}
-    return config | {"graphs": {k: " ".join(g.inputs) for k, g in made.items()}}
+    return config
 
 
 def to_torchscript(graph: Graph, text: str) -> bytes:
@@ -116,8 +117,8 @@ def to_onnx(graph: Graph, text: str) -> bytes:
 WRITERS = {"onnx": to_onnx, "pt2": to_pt2, "ts": to_torchscript}
 
 
-def write(lo: LO, out: str | Path, name: str) -> Path:
-    """Write all files of a learned optimizer to a folder; the path of its .json, written last."""
+def write(lo: LO, out: str | Path, name: str, suffixes: Iterable[str] = tuple(WRITERS)) -> Path:
+    """Write the files of a learned optimizer to a folder; the path of its .json, written last."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     config, digests = describe(lo, name), {}
@@ -126,8 +127,8 @@ def write(lo: LO, out: str | Path, name: str) -> Path:
     files = {f"{name}.pt": lambda: (out / f"{name}.pt").read_bytes()}
     for kind in graphs.kinds(lo.config):
         graph = graphs.make(lo, kind).eval()
-        for suffix, writer in WRITERS.items():
-            files[f"{name}.{kind}.{suffix}"] = lambda w=writer, g=graph: w(g, text)
+        for suffix in suffixes:
+            files[f"{name}.{kind}.{suffix}"] = lambda w=WRITERS[suffix], g=graph: w(g, text)
     for file, make in files.items():
         content = make()
         digests[file] = hashlib.sha256(content).hexdigest()
@@ -242,9 +243,9 @@ def verify(path: str | Path, say: Callable[[str], None] = print) -> list[str]:
     say(f"{'file':28}{'bytes':>9}{'max error':>12}  {'worst case':28}{'µs per step':>12}")
     for kind in graphs.kinds(lo.config):
         runs = {}
-        for suffix in SUFFIXES.values():
+        for file in (k for k in config["sha256"] if k.startswith(f"{name}.{kind}.")):
             try:
-                file = checked(folder, f"{name}.{kind}.{suffix}", config)
+                file = checked(folder, file, config)
                 runs[file] = open_graph(file), []
             except (ValueError, OSError) as error:
                 wrong.append(str(error))

@@ -194,8 +194,8 @@ class Step(Graph):
 
     def squares(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums of squares of the dense features of a block, (b, D)."""
-        sums = torch.cat([part.square().sum(-1) for part in self.dense(x)], 1)
-        return {"squares": sums.flatten(2).sum(-1)}
+        sums = torch.cat([part.square().sum(-1, True) for part in self.dense(x)], 1)
+        return {"squares": sums.sum(tuple(range(2, sums.ndim)))}
 
     def fold(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         """The network for this tensor, from the sums of squares of all blocks, (blocks, b, D)."""

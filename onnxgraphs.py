@@ -14,7 +14,8 @@ onnxruntime runs one node at a time over whole tensors, and adds numbers one aft
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import onnx
 import onnx_ir
@@ -30,7 +31,6 @@ from graphs import Graph, Piece, quiet, symbols, to_program
 OPSET, IR_VERSION = 20, 10
 BLOCK = 262_144  # floats of a hidden layer per block: 32 rows of 1024 at hidden size 8
 SHORT = 2048  # entries that onnxruntime may add up in a row without losing digits
-ALPHABET = string.ascii_letters
 
 
 def _lerp(self, end, weight):
@@ -56,8 +56,9 @@ def _total(x, axis: int, rank: int, keepdim: bool = False):
     after = [op.Shape(x, start=axis + 1)] if axis < rank - 1 else []
     shape = op.Concat(op.Constant(value_ints=[0] * axis + [-1, 64]), *after, axis=0)
     y = op.Reshape(op.Pad(x, pads), shape)
-    y = op.ReduceSum(y, op.Constant(value_ints=[axis + 1]), keepdims=0)
-    return op.ReduceSum(y, op.Constant(value_ints=[axis]), keepdims=int(keepdim))
+    y = op.ReduceSum(y, op.Constant(value_ints=[axis + 1]))  # size 1, and stays with keepdim
+    axes = [axis] if keepdim else [axis, axis + 1]
+    return op.ReduceSum(y, op.Constant(value_ints=axes), keepdims=0)
 
 
 def _average(x, axis: int, rank: int, keepdim: bool = False):
@@ -193,7 +194,8 @@ class Builder:
         opset = [helper.make_opsetid("", OPSET)]
         model = compact(helper.make_model(graph, opset_imports=opset, ir_version=IR_VERSION))
         kept = ("", "block", *self.graph.inputs, *self.graph.outputs)
-        shorten(model.graph, {k: k for k in kept})
+        fresh = ("".join(k) for n in (1, 2, 3) for k in product(string.ascii_letters, repeat=n))
+        shorten(model.graph, {k: k for k in kept}, (k for k in fresh if k not in kept))
         return model
 
 
@@ -290,12 +292,13 @@ def compact(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def shorten(graph: onnx.GraphProto, names: dict[str, str]) -> None:
-    """Inner values get names of two letters and nodes none, here and in subgraphs."""
+def shorten(graph: onnx.GraphProto, names: dict[str, str], fresh: Iterator[str]) -> None:
+    """Inner values get names of a letter or two and nodes none, here and in subgraphs."""
 
     def short(old: str) -> str:
-        k = len(names)
-        return names.setdefault(old, ALPHABET[k // len(ALPHABET)] + ALPHABET[k % len(ALPHABET)])
+        if old not in names:
+            names[old] = next(fresh)
+        return names[old]
 
     for value in (*graph.initializer, *graph.input, *graph.output):
         value.name = short(value.name)
@@ -304,7 +307,7 @@ def shorten(graph: onnx.GraphProto, names: dict[str, str]) -> None:
         usual = onnx.defs.get_schema(node.op_type, OPSET).attributes
         for attribute in list(node.attribute):
             if attribute.HasField("g"):
-                shorten(attribute.g, names)
+                shorten(attribute.g, names, fresh)
             elif attribute == usual[attribute.name].default_value:
                 node.attribute.remove(attribute)
         for field in (node.input, node.output):
