@@ -249,8 +249,9 @@ def verify(path: str | Path, say: Callable[[str], None] = print) -> list[str]:
                 runs[file] = open_graph(file), []
             except (ValueError, OSError) as error:
                 wrong.append(str(error))
-        graph = graphs.make(lo, kind)
-        eager = graphs.make(lo, kind).double()
+        if not runs:
+            continue
+        graph, eager = graphs.make(lo, kind), graphs.make(lo, kind).double()
         with torch.no_grad():
             for what, x in cases(graph):
                 right = eager(*(v.double() for v in x))

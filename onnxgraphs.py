@@ -193,9 +193,11 @@ class Builder:
         )
         opset = [helper.make_opsetid("", OPSET)]
         model = compact(helper.make_model(graph, opset_imports=opset, ir_version=IR_VERSION))
-        kept = ("", "block", *self.graph.inputs, *self.graph.outputs)
+        names = {k: k for k in ("", "block", *self.graph.inputs)}
+        ends = zip(model.graph.output, self.graph.outputs, strict=True)
+        names |= {value.name: k for value, k in ends}
         fresh = ("".join(k) for n in (1, 2, 3) for k in product(string.ascii_letters, repeat=n))
-        shorten(model.graph, {k: k for k in kept}, (k for k in fresh if k not in kept))
+        shorten(model.graph, names, (k for k in fresh if k not in {*names.values()}))
         return model
 
 
@@ -223,19 +225,19 @@ def to_onnx(graph: Graph) -> onnx.ModelProto:
     rows = node("Div", "block", area)
     rows = node("Min", node("Max", rows, ints(1)), m)  # of a block
 
-    # Mean squares of the dense features: rows are cut where they are longer than may be summed.
-    cols = node("Min", n, ints(SHORT))
-    across = blocks(n, cols)
+    # Mean squares of the dense features, in blocks with no more rows or columns than may be summed.
+    high, wide = node("Min", rows, ints(SHORT)), node("Min", n, ints(SHORT))
+    across = blocks(n, wide)
 
     def tile(i: str) -> dict[str, tuple]:
         top, left = node("Div", i, across), node("Mod", i, across)
-        top, left = node("Mul", top, rows), node("Mul", left, cols)
-        bottom, right = node("Add", top, rows), node("Add", left, cols)
+        top, left = node("Mul", top, high), node("Mul", left, wide)
+        bottom, right = node("Add", top, high), node("Add", left, wide)
         both = node("Concat", top, left, axis=0), node("Concat", bottom, right, axis=0)
         cuts = dict.fromkeys(whole, (*both, ints(-2, -1)))
         return cuts | {"over_m": (top, bottom, ints(-2)), "over_n": (left, right, ints(-1))}
 
-    build.loop("squares", dense, node("Mul", blocks(m, rows), across), tile)
+    build.loop("squares", dense, node("Mul", blocks(m, high), across), tile)
     names = ("squares", "param", "new_row", "new_col", *list(graph.inputs)[6:])
     given = build.piece("fold", names, FAST | EXACT, {"squares": "all_squares"})
 

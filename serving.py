@@ -55,8 +55,10 @@ def read_config(text: str | bytes, path: str | os.PathLike) -> dict:
 def sidecar(path: str | os.PathLike) -> tuple[Path, dict]:
     """The .json beside exported files, given by its path or by their folder, and what it says."""
     path = Path(path)
-    found = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    if len(found) != 1 or not found[0].is_file():
+    found = [path] if path.is_file() else []
+    if path.is_dir():
+        found = [f for f in path.glob("*.json") if f'"{FORMAT}"' in f.read_text(errors="ignore")]
+    if len(found) != 1:
         raise FileNotFoundError(
             f"{path} is not one exported optimizer: give the .json that export.py wrote."
         )
