@@ -121,21 +121,19 @@ def write(lo: LO, out: str | Path, name: str, suffixes: Iterable[str] = tuple(WR
     """Write the files of a learned optimizer to a folder; the path of its .json, written last."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    config, digests = describe(lo, name), {}
+    config = describe(lo, name)
     text = json.dumps(config, separators=(",", ":"))
-    checkpoints.save(lo, out / f"{name}.pt")
-    files = {f"{name}.pt": lambda: (out / f"{name}.pt").read_bytes()}
+    files = [out / f"{name}.pt"]
+    checkpoints.save(lo, files[0])
     for kind in graphs.kinds(lo.config):
-        graph = graphs.make(lo, kind).eval()
+        graph = graphs.make(lo, kind)
         for suffix in suffixes:
-            files[f"{name}.{kind}.{suffix}"] = lambda w=WRITERS[suffix], g=graph: w(g, text)
-    for file, make in files.items():
-        content = make()
-        digests[file] = hashlib.sha256(content).hexdigest()
-        checkpoints.write_atomically(out / file, lambda f, content=content: f.write(content))
-    path = out / f"{name}.json"
-    text = json.dumps(config | {"sha256": digests}, indent=1).encode()
-    checkpoints.write_atomically(path, lambda f: f.write(text))
+            files.append(out / f"{name}.{kind}.{suffix}")
+            content = WRITERS[suffix](graph, text)
+            checkpoints.write_atomically(files[-1], lambda f, content=content: f.write(content))
+    config["sha256"] = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    text, path = json.dumps(config, indent=1), out / f"{name}.json"
+    checkpoints.write_atomically(path, lambda f: f.write(text.encode()))
     return path
 
 
@@ -159,66 +157,69 @@ def open_graph(path: str | Path) -> Callable[..., tuple[Tensor, ...]]:
             run = torch.export.load(path, extra_files=extra).module()
     except Exception as error:  # of many kinds
         raise ValueError(f"{path} is damaged or of another format: export it anew.") from error
-    read_config(extra["mulo.json"], path)
+    written = read_config(extra["mulo.json"], path).get("torch", "an unknown version").split("+")[0]
+    if path.suffix == ".ts" and written != torch.__version__.split("+")[0]:
+        raise ValueError(
+            f"{path} is TorchScript of torch {written}, this is {torch.__version__}: "
+            "export it anew, or use the .pt2 file."
+        )
     return run
+
+
+AXES = {"matrix": "bmn", "tall": "bmn", "tensor": "bemn", "vector": "bn"}
+SIZES = {  # that graphs are checked on
+    "matrix": ("1 1 1000", "1 1000 1", "8 1 1", "2 3 5", "1 1024 1024", "1 1024 4096"),
+    "tall": ("1 1 1000", "1 1000 1", "8 1 1", "2 5 3", "1 1024 1024", "1 4096 1024"),
+    "tensor": ("8 1 1 1", "2 3 5 7", "1 9 64 64"),
+    "vector": ("8 1", "3 5", "1 100000"),
+}
+TIMES = {"first step": 0.0, "step 1e5": 1e5, "zero gradients": 7.0, "dead row": 7.0}
 
 
 def cases(graph: Graph) -> Iterator[tuple[str, list[Tensor]]]:
     """Inputs that a graph is checked on, each with what it is."""
-    sizes = {
-        "matrix": ["1 1 1000", "1 1000 1", "8 1 1", "2 3 5", "1 1024 1024", "1 1024 4096"],
-        "tall": ["1 1 1000", "1 1000 1", "8 1 1", "2 5 3", "1 1024 1024", "1 4096 1024"],
-        "tensor": ["8 1 1 1", "2 3 5 7", "1 9 64 64"],
-        "vector": ["8 1", "3 5", "1 100000"],
-    }.get(graph.kind, ["1 1 1 9 1", "3 5 7 11 4"])
     generator = torch.Generator().manual_seed(0)
-    names = {"matrix": "bmn", "tall": "bmn", "tensor": "bemn", "vector": "bn"}
-    for size in sizes:
-        known = dict(zip(names.get(graph.kind, "bemnT"), map(int, size.split()), strict=True))
-        for what, t in (
-            ("first step", 0.0),
-            ("step 1e5", 1e5),
-            ("zero gradients", 7.0),
-            ("dead row", 7.0),
-        ):
-            if graph.kind not in graphs.STEPS and t == 7.0:
-                continue
-            x = {
-                k: torch.randn([known.get(d, d) for d in s], generator=generator)
-                for k, s in graph.inputs.items()
-            }
-            if "param" in x:
-                x["param"] *= 0.1
-            size_of_g = 1.0 if graph.kind == "stats" else 0.01  # stats are clipped logarithms
-            for k in x.keys() & {"grad", "momentum"}:
-                x[k] *= size_of_g
-            for k in x.keys() & {"second_moment", "row", "col"}:
-                x[k] = (size_of_g * x[k]).square()
-            for k in x.keys() & {"w0", "w1", "w2"}:  # VeLO's generated weights
-                x[k] /= x[k].shape[-2] ** 0.5
-            x |= {k: torch.tensor(3.0) for k in x.keys() & {"rank", "loss"}}
-            x |= {k: torch.full_like(x[k], t) for k in x.keys() & {"step", "loss_count"}}
-            if "lr_scale" in x:
-                x["lr_scale"] = torch.full_like(x["lr_scale"], 1 / (graph.config.lam1 or 1))
-            if "fan_in" in x:
-                x["fan_in"] = torch.full_like(x["fan_in"], 64.0)
-            if "loss_decay" in x:
-                x["loss_decay"], x["num_steps"] = (
-                    features.loss_decays(1000, False),
-                    torch.tensor(1e3),
-                )
-                x["loss_means"], x["loss_low"] = 3 + 0.1 * x["loss_means"], x["loss_low"].abs()
-            state = x.keys() & {"second_moment", "momentum", "row", "col"}
-            if what == "first step" and graph.kind in graphs.STEPS:
-                x |= {k: torch.zeros_like(x[k]) for k in state}
-            if what == "zero gradients":
-                x |= {k: torch.zeros_like(x[k]) for k in (*state, "grad")}
+    for size in SIZES.get(graph.kind, ("1 1 1 9 1", "3 5 7 11 4")):
+        sizes = dict(zip(AXES.get(graph.kind, "bemnT"), map(int, size.split()), strict=True))
+        for what, t in TIMES.items():
+            if graph.kind in graphs.STEPS or what in ("first step", "step 1e5"):
+                x = inputs_for(graph, sizes, what, t, generator)
+                yield f"{size.replace(' ', 'x')}, {what}", list(x.values())
+
+
+def inputs_for(
+    graph: Graph, sizes: dict[str, int], what: str, t: float, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Random inputs of plausible size; the state is zero at the first step."""
+    x = {}
+    size_g = 1.0 if graph.kind == "stats" else 0.01  # stats are clipped logarithms
+    fixed = {"rank": 3.0, "loss": 3.0, "num_steps": 1e3, "step": t, "loss_count": t, "fan_in": 64.0}
+    fixed["lr_scale"] = 1 / (graph.config.lam1 or 1)
+    for name, shape in graph.inputs.items():
+        v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
+        if name in fixed:
+            v = torch.full_like(v, fixed[name])
+        elif name == "param":
+            v = 0.1 * v
+        elif name in ("grad", "momentum"):
+            v = size_g * v
+        elif name in ("second_moment", "row", "col"):
+            v = (size_g * v).square()
+        elif name == "loss_decay":
+            v = features.loss_decays(1000, bugged=False)
+        elif name in ("loss_means", "loss_low"):
+            v = 3 + 0.1 * v
+        elif name[0] == "w":  # weights that VeLO generated
+            v = v / v.shape[-2] ** 0.5
+        state = name in ("second_moment", "momentum", "row", "col")
+        if graph.kind in graphs.STEPS and (state or name == "grad"):
+            if what == "zero gradients" or (what == "first step" and state):
+                v = torch.zeros_like(v)
             if what == "dead row":
-                for k in (*state, "grad"):
-                    x[k].narrow(
-                        -1 if k in ("row", "col") or graph.kind == "vector" else -2, 0, 1
-                    ).zero_()
-            yield f"{size.replace(' ', 'x')}, {what}", list(x.values())
+                axis = -1 if name in ("row", "col") or graph.kind == "vector" else -2
+                v.narrow(axis, 0, 1).zero_()
+        x[name] = v
+    return x
 
 
 def difference(given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor | None) -> float:

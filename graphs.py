@@ -30,7 +30,7 @@ from torch.export import Dim
 
 import features
 import lo as lo_module
-from features import Accumulators, LossBuffer, Rates, Scales
+from features import Accumulators, Eps, LossBuffer, Rates, Scales
 from lo import LO, Folded, LOConfig, Net
 
 STEPS = ("matrix", "tall", "tensor", "vector")
@@ -62,9 +62,8 @@ class Graph(nn.Module):
     def sizes(self) -> dict[str, int]:
         """Example sizes, all different and none of them a size that is fixed."""
         fixed = {d for shape in self.inputs.values() for d in shape} | {self.config.hidden_size}
-        return dict(
-            zip("bemnT", [k for k in (3, 5, 7, 11, 13, 17) if k not in fixed], strict=False)
-        )
+        free = [k for k in (3, 5, 7, 11, 13, 19, 23, 31, 37) if k not in fixed]
+        return dict(zip("bemnT", free, strict=False))
 
     def example(self) -> tuple[Tensor, ...]:
         sizes = self.sizes()
@@ -124,7 +123,7 @@ class Step(Graph):
         ).at(step, self.timescales)
 
     def turn(self, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
-        """(row, col) to (r, c) with the averaged axis kept; also the way back, without the axes."""
+        """(row, col) as (r, c), with the averaged axis kept as size 1."""
         if self.dims is None:
             return row, col
         row, col = row.unsqueeze(-1), col.unsqueeze(-2)
@@ -200,7 +199,7 @@ class Step(Graph):
     def fold(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         """The network for this tensor, from the sums of squares of all blocks, (blocks, b, D)."""
         ms = x["squares"].permute(1, 2, 0).sum(-1) / x["param"][0].numel()
-        eps, _ = lo_module._setting(self.config, self.eps_scale(x))
+        eps = Eps(self.config.eps, self.config.eps_rms, self.eps_scale(x))
         r, c = self.turn(x["new_row"], x["new_col"])
         rate = self.rate(x["lr_scale"], x["param"])
         folded = lo_module.fold(self.net(x["step"], x), ms, r, c, rate, eps)

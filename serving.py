@@ -86,6 +86,11 @@ def with_block(path: str | os.PathLike, entries: int) -> bytes:
     return model.SerializeToString()
 
 
+def check_finite(name: str, x: Tensor) -> None:
+    if not all(math.isfinite(v) for v in torch.aminmax(x)):
+        raise ValueError(f"{name} has NaN or infinite entries: go back to a checkpoint.")
+
+
 class Session:
     """One exported ONNX graph, on the CPU or on CUDA, with its inputs checked."""
 
@@ -104,17 +109,20 @@ class Session:
         options.log_severity_level = 4  # what goes wrong is raised
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
+        cannot = (
+            f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here: install "
+            "onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'."
+        )
+        if wanted not in onnxruntime.get_available_providers():
+            raise RuntimeError(cannot)
         block = 2**40 if block is None and kind == "cuda" else block
         try:
             model = str(path) if block is None else with_block(path, block)
             self.session = onnxruntime.InferenceSession(model, options, providers=[wanted])
         except Exception as error:  # of many kinds, none of them public
             raise ValueError(f"{path} is damaged or not an ONNX file: export it anew.") from error
-        if self.session.get_providers()[0] != wanted:
-            raise RuntimeError(
-                f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here: install "
-                "onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'."
-            )
+        if self.session.get_providers()[0] != wanted:  # available was not to say usable
+            raise RuntimeError(cannot)
         text = self.session.get_modelmeta().custom_metadata_map.get("mulo", "")
         self.config, self.device = read_config(text, path), torch.device(device)
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}
@@ -143,8 +151,7 @@ class Session:
                     f"not {tuple(x.shape)}."
                 )
         for name in finite:
-            if not all(map(math.isfinite, torch.stack(torch.aminmax(inputs[name])).tolist())):
-                raise ValueError(f"{name} has NaN or infinite entries: go back to a checkpoint.")
+            check_finite(name, inputs[name])
         return sizes
 
     def run(
@@ -270,6 +277,12 @@ class OrtMuLO(MuLO):
         return b
 
     def _nets(self, buckets: list[Bucket], loss: Tensor | float | None) -> list[tuple]:
+        for b in buckets:  # all of them before any is changed; off the CPU a look has to wait
+            if b.p.device.type == "cpu" or b.groups[0]["step"] % 100 == 0:
+                check_finite("a parameter", b.p)
+            if self._made.get(b.key) is not b.acc.M:
+                for name, x in b.acc._asdict().items():
+                    check_finite(f"the optimizer's state {name}", x)
         velo = self.lo.config.net == "velo"
         return self._generate(buckets, loss) if velo else [({}, 1.0)] * len(buckets)
 
@@ -286,10 +299,6 @@ class OrtMuLO(MuLO):
         if self.lo.config.eps == "fan_in":
             more["fan_in"] = b.per_tensor(lambda group: group["fan_in"])
 
-        often = b.p.device.type == "cpu" or b.groups[0]["step"] % 100 == 0  # a look waits for CUDA
-        look = ["param", "lr_scale"] if often else []
-        if self._made.get(key) is not b.acc.M:
-            look += list(old)
         new_p = torch.empty_like(p)
         steps = [float(group["step"]) for group in b.groups]
         cuts = [k for k in range(len(steps)) if k == 0 or steps[k] != steps[k - 1]]
@@ -299,7 +308,7 @@ class OrtMuLO(MuLO):
             inputs = {k: x[part] for k, x in inputs.items()}
             inputs["step"] = torch.tensor(steps[start], device=p.device)
             outputs = {f"new_{k}": x[part] for k, x in ({"param": new_p} | new).items()}
-            self.session(layout.kind).run(inputs, outputs, look)
+            self.session(layout.kind).run(inputs, outputs, finite=())
 
         if any(group["weight_decay"] for group in b.groups):
             decay = b.per_tensor(lambda group: group["lr"] * group["weight_decay"])

@@ -220,11 +220,14 @@ def test_files_carry_the_config_and_no_paths(exported, suffix):
             assert file.stat().st_size <= 20_000
 
 
-@pytest.mark.parametrize("options", [{"eps": "relative"}, {"eps": "fan_in", "eps_rms": 0.0}])
-def test_other_epsilons(tmp_path, options, monkeypatch):
-    config = mulo.LOConfig(hidden_size=4, lam1=0.01, spec="paper", **options)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("tall", {"eps": "relative"}), ("vector", {"eps": "fan_in", "eps_rms": 0.0})],
+)
+def test_other_epsilons(tmp_path, kind, options, monkeypatch):
+    config = mulo.LOConfig(hidden_size=5, lam1=0.01, spec="paper", hidden_layers=1, **options)
     lo = mulo.SmallFC(config, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(graphs, "kinds", lambda config: ("tall",))
+    monkeypatch.setattr(graphs, "kinds", lambda config: (kind,))
     monkeypatch.setattr(export, "cases", lambda graph: small_cases(graph))
     assert not export.verify(export.write(lo, tmp_path, "other", ["onnx"]), say=lambda line: None)
 
@@ -302,6 +305,10 @@ def test_foreign_files_and_other_versions(copied, suffix):
     ):
         relabel(file, text)
         with pytest.raises(ValueError, match=re.escape(message)):
+            export.open_graph(file)
+    if suffix == "ts":
+        relabel(file, json.dumps(config | {"torch": "1.0.0"}))
+        with pytest.raises(ValueError, match=r"is TorchScript of torch 1\.0\.0, this is"):
             export.open_graph(file)
 
 
@@ -461,9 +468,9 @@ def group_like(opt):
 
 
 def test_ort_counts_bad_gradients_and_refuses_bad_parameters(exported):
-    p = nn.Parameter(torch.ones(4, 5))
-    opt = OrtMuLO([p], exported)
-    p.grad = torch.full_like(p, 0.1)
+    p, first = nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(3))
+    opt = OrtMuLO([first, p], exported)
+    first.grad, p.grad = torch.full_like(first, 0.1), torch.full_like(p, 0.1)
     p.grad[0, :2] = math.nan
     with pytest.warns(UserWarning, match="2 gradient entries were NaN or infinite"):
         opt.step()
@@ -471,15 +478,16 @@ def test_ort_counts_bad_gradients_and_refuses_bad_parameters(exported):
     assert p.isfinite().all()
     assert all(x.isfinite().all() for x in opt.state[p].values())
     before, t = {k: x.clone() for k, x in opt.state[p].items()}, opt.param_groups[0]["step"]
-    p.data[0, 0] = math.nan
-    with pytest.raises(ValueError, match="param has NaN or infinite entries"):
+    p.data[0, 0], old = math.nan, first.detach().clone()
+    with pytest.raises(ValueError, match="a parameter has NaN or infinite entries"):
         opt.step()
+    assert torch.equal(first, old)
     assert all(torch.equal(x, before[k]) for k, x in opt.state[p].items())
     assert opt.param_groups[0]["step"] == t
     p.data[0, 0] = 1.0
     opt.state[p]["V"].fill_(math.inf)
     opt.load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match="second_moment has NaN or infinite entries"):
+    with pytest.raises(ValueError, match="state V has NaN or infinite entries"):
         opt.step()
 
 
@@ -507,7 +515,7 @@ def test_equal_shapes_go_in_one_call(exported):
     calls = []
     session = opt.session("matrix")
     whole = session.run
-    session.run = lambda inputs, *rest: calls.append(len(inputs["param"])) or whole(inputs, *rest)
+    session.run = lambda x, *y, **z: calls.append(len(x["param"])) or whole(x, *y, **z)
     for p in params:
         p.grad = torch.randn_like(p)
     opt.step()
