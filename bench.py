@@ -3,6 +3,7 @@
     python bench.py step                # the optimizer step: literal and folded form, and AdamW
     python bench.py tasks               # stacked nets against a loop, batches against a DataLoader
     python bench.py metatrain           # an outer step against vmap and literal features
+    python bench.py export              # the step in onnxruntime against the eager one, file sizes
     python bench.py step --repeats 50   # steadier figures
 
 Contestants take turns; each one's figure is the minimum over the repeats of the CPU time of a step,
@@ -20,13 +21,16 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 import data
+import export
 import features
 import lo
 import metatrain
@@ -236,8 +240,43 @@ def bench_metatrain(repeats: int) -> None:
     print(f"{best['vmap, literal'] / best['stacked, folded']:.1f}x")
 
 
+def bench_export(repeats: int) -> None:
+    shipped = mulo.load("mulo_m")
+    wide = mulo.SmallFC(mulo.LOConfig(hidden_size=32), torch.Generator().manual_seed(0))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, net in (("mulo_m", shipped), ("small_fc32", wide)):
+            exported = export.write(net, Path(folder, name), name, ("onnx", "ts"))
+            sizes = [
+                f.stat().st_size for s in ("onnx", "ts") for f in exported.parent.glob(f"*.{s}")
+            ]
+            print(
+                f"\n{name}, hidden size {net.config.hidden_size}: largest file {max(sizes):,} bytes"
+            )
+            for shape in ((1024, 1024), (1000, 1000)):
+                runs = {
+                    "eager folded": mulo.MuLO(parameters_of([shape]), net).step,
+                    "onnxruntime": export.OrtMuLO(parameters_of([shape]), exported).step,
+                }
+                best = race(runs, repeats)
+                for run, took in best.items():
+                    print(f"{run:14}{shape!s:>14}{took * 1e9 / math.prod(shape):8.1f} ns/param")
+                print(f"{best['onnxruntime'] / best['eager folded']:.2f}x")
+            batched, single = (parameters_of([(16, 16)] * 100) for _ in range(2))
+            single = [export.OrtMuLO([p], exported) for p in single]
+            runs = {
+                "in one call": export.OrtMuLO(batched, exported).step,
+                "one call each": lambda single=single: [opt.step() for opt in single],
+            }
+            best = race(runs, repeats)
+            print("100 tensors of 16x16 in onnxruntime")
+            for run, took in best.items():
+                print(f"{run:14}{took * 1e3:8.2f} ms")
+            print(f"{best['one call each'] / best['in one call']:.1f}x")
+
+
 def main() -> None:
     commands = {"step": bench_step, "tasks": bench_tasks, "metatrain": bench_metatrain}
+    commands["export"] = bench_export
     parser = argparse.ArgumentParser(description="Speed and memory, side by side in one run.")
     parser.add_argument("what", choices=commands, help="what to measure")
     parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")

@@ -276,24 +276,30 @@ def inverse_rms(ms: Tensor, eps: Eps) -> Tensor:
     return (ms + trailing(eps.rms * eps.scale, 2)).rsqrt()
 
 
-def time_features(t: Tensor, t_max: float | None, spec: str) -> Tensor:
+def time_features(
+    t: Tensor, t_max: float | None, spec: str, timescales: Tensor | None = None
+) -> Tensor:
     """tanh(t/x - 1) for the 11 timescales x, (..., 11); t = 0 at the first step.
 
     DIVERGES: the paper writes tanh(t/x). `t_max` holds t at the longest horizon seen in
-    meta-training.
+    meta-training. An exported graph brings its timescales: they must move with it to a device.
     """
-    t = t.float() if t_max is None else t.float().clamp_max(t_max)
-    x = t.unsqueeze(-1) / torch.tensor(TIMESCALES, dtype=torch.float32, device=t.device)
+    t = wide(t) if t_max is None else wide(t).clamp_max(t_max)
+    if timescales is None:
+        timescales = torch.tensor(TIMESCALES, dtype=t.dtype, device=t.device)
+    x = t.unsqueeze(-1) / timescales
     return torch.tanh(x if spec == "paper" else x - 1)
 
 
-def fraction_features(t: Tensor, num_steps: Tensor, spec: str) -> Tensor:
+def fraction_features(
+    t: Tensor, num_steps: Tensor, spec: str, fractions: Tensor | None = None
+) -> Tensor:
     """VeLO's time features, tanh(10 (t/T - x)) for the 9 fractions x, (..., 9).
 
     DIVERGES: the paper writes tanh(t/T - 10x), which is saturated at almost every t.
     """
-    f = (t.float() / num_steps).unsqueeze(-1)
-    x = torch.tensor(FRACTIONS, dtype=torch.float32, device=f.device)
+    f = (wide(t) / num_steps).unsqueeze(-1)
+    x = torch.tensor(FRACTIONS, dtype=f.dtype, device=f.device) if fractions is None else fractions
     return torch.tanh(f - 10 * x if spec == "paper" else 10 * (f - x))
 
 
@@ -352,7 +358,7 @@ def mean_squared(p: Tensor) -> Tensor:
     return var + mean.square()
 
 
-def tensor_features(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
+def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None) -> Tensor:
     """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (S, 12).
 
     They see the accumulators of the step before. The paper's var_rms subtracts the mean of the
@@ -363,8 +369,8 @@ def tensor_features(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
     var_M, mean_M = torch.var_mean(M.flatten(2), -1, correction=0)  # (S, 3)
     var_V, mean_V = (x.unsqueeze(-1) for x in torch.var_mean(V.flatten(1), -1, correction=0))
     var_rms = (var_V + (mean_V - mean_M).square()) * k.square()
-    rank = torch.arange(5, device=p.device) == sum(n > 1 for n in p.shape[1:])  # none for rank 5
+    if rank is None:  # axes longer than 1; given when p comes flattened
+        rank = sum(n > 1 for n in p.shape[1:])
+    rank = (torch.arange(5, device=p.device) == rank).to(k.dtype)  # none for rank 5
     var_mom = squash(var_M * k.square())
-    return torch.cat(
-        [squash(mean_V * k), rank.float().expand(len(p), 5), var_mom, squash(var_rms)], -1
-    )
+    return torch.cat([squash(mean_V * k), rank.expand(p.shape[0], 5), var_mom, squash(var_rms)], -1)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import features
-from features import Accumulators, Dims, Eps, Rates, trailing
+from features import Accumulators, Dims, Eps, Rates, Scales, trailing
 
 BLOCK = 1_024_000  # floats per block of `step_`: amortises Python, yet fits the cache
 Phi = dict[str, Tensor]
@@ -160,7 +160,7 @@ def stacked(lo: LO) -> Phi:
 def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
     """f_phi(A) = W2 relu(W1 relu(W0 A + b0) + b1) + b2, for x (S, ..., F) -> (S, ..., 2)."""
     shape = x.shape
-    x = x.reshape(len(x), -1, shape[-1])
+    x = x.reshape(shape[0], -1, shape[-1])
     for k in range(hidden_layers + 1):
         x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
         x = x.relu() if k < hidden_layers else x
@@ -212,7 +212,7 @@ def rates_of(config: LOConfig, phi: Phi) -> Rates:
 
 def _setting(config: LOConfig, eps_scale: Tensor | float) -> tuple[Eps, float]:
     """The epsilons, and where gradients are clipped (VeLO: 1000)."""
-    eps = Eps(config.eps, config.eps_rms, eps_scale if config.eps == "fan_in" else 1.0)
+    eps = Eps(config.eps, config.eps_rms, eps_scale)
     return eps, 1000.0 if config.net == "velo" else features.G_MAX
 
 
@@ -226,7 +226,7 @@ def literal_step(
     scale: Tensor,  # (S,): lr times the μP factor, times alpha for VeLO
     dims: Dims,
     decay: Tensor | float = 0.0,  # (S,): lr times weight decay
-    eps_scale: Tensor | float = 1.0,  # (S,): 1/fan_in, used only with eps="fan_in"
+    eps_scale: Tensor | float = 1.0,  # (S,): 1/fan_in with eps="fan_in", else 1
 ) -> tuple[Accumulators, Tensor]:
     """The step as the paper tells it: accumulate, build the features, normalise, MLP, update."""
     eps, clip = _setting(config, eps_scale)
@@ -271,11 +271,11 @@ class Net:
     bias: Tensor  # (S | 1, h): b0, and the time features once `at` has added them
     layers: list[tuple[Tensor, Tensor]]  # w (S | 1, m, n), b (S | 1, m, 1)
 
-    def at(self, t: Tensor) -> Net:
+    def at(self, t: Tensor, timescales: Tensor | None = None) -> Net:
         """The network at time t, () or (S,): 0 at the first step."""
         if self.config.net == "velo":  # its time features go into the LSTM
             return self
-        T = features.time_features(t.reshape(-1), self.config.t_max, self.config.spec)
+        T = features.time_features(t.reshape(-1), self.config.t_max, self.config.spec, timescales)
         return dataclasses.replace(self, bias=self.bias + (self.time @ T.unsqueeze(-1)).squeeze(-1))
 
 
@@ -332,8 +332,23 @@ def fold(net: Net, ms: Tensor, r: Tensor, c: Tensor, scale: Tensor, eps: Eps) ->
         net.dense * features.inverse_rms(ms, eps).unsqueeze(1),
         first_layer(x_row, net.row) + trailing(net.bias, x_row.ndim),
         first_layer(x_col, net.col),
-        [(w.expand(len(r), -1, -1), b) for w, b in (*hidden, (last[0] * out, last[1] * out))],
+        [(w.expand(r.shape[0], -1, -1), b) for w, b in (*hidden, (last[0] * out, last[1] * out))],
     )
+
+
+def accumulate(
+    net: Net, acc: Accumulators, p: Tensor, g: Tensor, dims: Dims, eps_scale: Tensor | float
+) -> tuple[Eps, Accumulators, Tensor, Tensor, Scales]:
+    """The new accumulators, p and g as float32 and clean, and what the dense features need."""
+    eps, clip = _setting(net.config, eps_scale)
+    g, p = features.clean(g, clip), features.wide(p)
+    q = g.square()
+    M, V = features.accumulate(acc.M, acc.V, g, q, net.rates)
+    means = features.factored_means(q, dims, p.shape)
+    r, c = features.accumulate_factored(acc.r, acc.c, *means, net.rates, eps)
+    V_mean = trailing(V.flatten(1).mean(-1), V.ndim) if eps.mode == "relative" else V
+    s = features.scales(V_mean, r, c, dims, eps, net.config.net == "velo")
+    return eps, Accumulators(M, V, r, c), p, g, s
 
 
 def step(
@@ -347,21 +362,13 @@ def step(
     eps_scale: Tensor | float = 1.0,
 ) -> tuple[Accumulators, Tensor]:
     """The folded step, pure: arguments after `net` and result as in `literal_step`."""
-    config, rates = net.config, net.rates
-    eps, clip = _setting(config, eps_scale)
-    g, p = features.clean(g, clip), features.wide(p)
-    q = g.square()
-    M, V = features.accumulate(acc.M, acc.V, g, q, rates)
-    means = features.factored_means(q, dims, p.shape)
-    r, c = features.accumulate_factored(acc.r, acc.c, *means, rates, eps)
-    V_mean = trailing(V.flatten(1).mean(-1), V.ndim) if eps.mode == "relative" else V
-    s = features.scales(V_mean, r, c, dims, eps, config.net == "velo")
-    X = torch.cat(features.dense_features(p, g, M, V, s, config.feature_set), 1)  # (S, D, *shape)
-    net = fold(net, features.mean_square(X), r, c, scale, eps)
+    eps, acc, p, g, s = accumulate(net, acc, p, g, dims, eps_scale)
+    X = torch.cat(features.dense_features(p, g, acc.M, acc.V, s, net.config.feature_set), 1)
+    net = fold(net, features.mean_square(X), acc.r, acc.c, scale, eps)  # X is (S, D, *shape)
     d, e_m = net.rest(net.first(X, net.row, net.col))
     if isinstance(decay, Tensor):
         p = p - trailing(decay, p.ndim) * p
-    return Accumulators(M, V, r, c), torch.addcmul(p, d, e_m, value=-1)  # eq. 3
+    return acc, torch.addcmul(p, d, e_m, value=-1)  # eq. 3
 
 
 def block_entries(config: LOConfig) -> int:

@@ -137,24 +137,8 @@ class MuLO(torch.optim.Optimizer):
         if config.net == "velo" and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         buckets = self._buckets()
-        if config.net == "velo":
-            nets = self._generate(buckets, loss)
-        else:
-            shared = {b.p.device: None for b in buckets}  # cut up once for all tensors
-            shared = {d: lo_module.prepare(config, self._weights(d)) for d in shared}
-            nets = [(shared[b.p.device], 1.0) for b in buckets]
-        for b, (net, alpha) in zip(buckets, nets, strict=True):
-            decayed = any(group["weight_decay"] for group in b.groups)
-            bad = lo_module.step_(
-                net.at(b.per_tensor(lambda group: group["step"])),
-                b.acc,
-                b.p,
-                b.g,
-                b.per_tensor(lambda group: group["lr"] * group["scale"]) * alpha,
-                b.dims,
-                b.per_tensor(lambda group: group["lr"] * group["weight_decay"]) if decayed else 0.0,
-                b.per_tensor(lambda group: 1 / group["fan_in"]) if config.eps == "fan_in" else 1.0,
-            )
+        for b, (net, alpha) in zip(buckets, self._nets(buckets, loss), strict=True):
+            bad = self._advance(b, net, alpha)
             if bad is not None:
                 self._nonfinite[b.p.device] = self._nonfinite.get(b.p.device, 0) + bad
             if len(b.params) > 1:
@@ -165,6 +149,29 @@ class MuLO(torch.optim.Optimizer):
             group["step"] += 1
         self._warn_nonfinite()
         return loss
+
+    def _nets(self, buckets: list[Bucket], loss: Tensor | None) -> list[tuple[Net, Tensor | float]]:
+        """The network and alpha of each bucket."""
+        if self.lo.config.net == "velo":
+            return self._generate(buckets, loss)
+        shared = {b.p.device: None for b in buckets}  # cut up once for all tensors
+        shared = {d: lo_module.prepare(self.lo.config, self._weights(d)) for d in shared}
+        return [(shared[b.p.device], 1.0) for b in buckets]
+
+    def _advance(self, b: Bucket, net: Net, alpha: Tensor | float) -> Tensor | None:
+        """Step a bucket in place; how many gradient entries were not finite, None if all were."""
+        decayed = any(group["weight_decay"] for group in b.groups)
+        fan_in = self.lo.config.eps == "fan_in"
+        return lo_module.step_(
+            net.at(b.per_tensor(lambda group: group["step"])),
+            b.acc,
+            b.p,
+            b.g,
+            b.per_tensor(lambda group: group["lr"] * group["scale"]) * alpha,
+            b.dims,
+            b.per_tensor(lambda group: group["lr"] * group["weight_decay"]) if decayed else 0.0,
+            b.per_tensor(lambda group: 1 / group["fan_in"]) if fan_in else 1.0,
+        )
 
     def _weights(self, device: torch.device) -> Phi:
         """The learned optimizer's weights as they are now; copied only where they must be."""
@@ -231,43 +238,64 @@ class MuLO(torch.optim.Optimizer):
         """VeLO: run the LSTM over all tensors; each bucket gets its MLPs and alphas."""
         if not buckets:
             return []
-        config, device = self.lo.config, buckets[0].p.device
+        device = buckets[0].p.device
         loss = torch.as_tensor(loss, dtype=torch.float32, device=device).detach()
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
         loss = loss.reshape(())
         memory = self.state["loss"] if "loss" in self.state else None
         memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device=device)
-        decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
-        memory, x_loss = features.loss_features(memory, loss, decays)
-        self.state["loss"] = memory._asdict()
 
         t = torch.cat([b.per_tensor(lambda group: group["step"]).to(device) for b in buckets])
-        x_tensor = [features.tensor_features(b.p, b.acc.M, b.acc.V).to(device) for b in buckets]
-        x_time = features.fraction_features(t, self.num_steps, config.spec)
-        x = torch.cat([x_time, x_loss.expand(len(t), -1), torch.cat(x_tensor)], -1)  # (T, 30)
-
+        x_tensor = torch.cat([self._tensor_features(b).to(device) for b in buckets])
         phi = self._weights(device)
         states = [self.state[p] for b in buckets for p in b.params]
         h = torch.stack([s["h"].to(device) if "h" in s else phi["hidden0"][0, 0] for s in states])
         cell = torch.stack(
             [s["cell"].to(device) if "cell" in s else phi["cell0"][0, 0] for s in states]
         )
-        h, cell = lo_module.lstm_step(phi, x[None], h[None], cell[None])  # one net: P = 1
-        for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
+        memory, h, cell, weights, alpha = self._hyper(phi, memory, loss, t, x_tensor, h, cell)
+        self.state["loss"] = memory._asdict()
+        for s, h_k, cell_k in zip(states, h, cell, strict=True):
             s["h"], s["cell"] = h_k, cell_k
-        weights, alpha = lo_module.hypernetwork(config, phi, h)
 
         sizes = [len(b.p) for b in buckets]
-        cut = {k: w[0].split(sizes) for k, w in weights.items()}
+        cut = {k: w.split(sizes) for k, w in weights.items()}
         nets = []
-        for n, (b, a) in enumerate(zip(buckets, alpha[0].split(sizes), strict=True)):
-            a = a.to(b.p.device)
-            if config.param_scale_mult:
-                a = a * (features.mean_squared(b.p) + 1e-9).sqrt()
+        for n, (b, a) in enumerate(zip(buckets, alpha.split(sizes), strict=True)):
             phi = {k: w[n].to(b.p.device) for k, w in cut.items()}
-            nets.append((lo_module.prepare(config, phi), a))
+            nets.append(self._net(b, phi, a.to(b.p.device)))
         return nets
+
+    def _net(self, b: Bucket, phi: Phi, alpha: Tensor) -> tuple[Net, Tensor]:
+        """A bucket's generated weights, ready for the step, and the rates of its tensors."""
+        if self.lo.config.param_scale_mult:
+            alpha = alpha * (features.mean_squared(b.p) + 1e-9).sqrt()
+        return lo_module.prepare(self.lo.config, phi), alpha
+
+    def _tensor_features(self, b: Bucket) -> Tensor:
+        """What the LSTM sees of each tensor, (S, 12)."""
+        return features.tensor_features(b.p, b.acc.M, b.acc.V)
+
+    def _hyper(
+        self,
+        phi: Phi,
+        memory: LossBuffer,
+        loss: Tensor,  # ()
+        t: Tensor,  # (T,)
+        x_tensor: Tensor,  # (T, 12)
+        h: Tensor,  # (T, H)
+        cell: Tensor,  # (T, H)
+    ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
+        """The LSTM's step: its memory and state, and the weights and alpha of each tensor."""
+        config = self.lo.config
+        decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, t.device)
+        memory, x_loss = features.loss_features(memory, loss, decays)
+        x_time = features.fraction_features(t, self.num_steps, config.spec)
+        x = torch.cat([x_time, x_loss.expand(len(t), -1), x_tensor], -1)  # (T, 30)
+        h, cell = lo_module.lstm_step(phi, x[None], h[None], cell[None])  # one net: P = 1
+        weights, alpha = lo_module.hypernetwork(config, phi, h)
+        return memory, h[0], cell[0], {k: w[0] for k, w in weights.items()}, alpha[0]
 
     @property
     def nonfinite(self) -> int:

@@ -1,0 +1,131 @@
+// A net of the desk task, Adam, and an exported learned optimizer, for onnxruntime-node and -web.
+// Tensors are plain Float32Arrays in torch's layout: a weight is (out, in), row by row.
+
+/** Initial weights, settings and batches from desk.json and desk.bin (see examples/desk.py). */
+export function readDesk(about, buffer) {
+  const arrays = {};
+  let start = 0;
+  for (const [name, shape, dtype] of about.arrays) {
+    const size = shape.reduce((a, b) => a * b, 1);
+    const data = dtype === "int32" ? new Int32Array(buffer, start, size) : new Float32Array(buffer, start, size);
+    arrays[name] = { shape, data };
+    start += 4 * size;
+  }
+  const { x, y, ...initial } = arrays;
+  const params = {};
+  for (const [name, p] of Object.entries(initial)) params[name] = { shape: p.shape, data: p.data.slice() };
+  const [, size, inputs] = x.shape;
+  const batch = (t) => ({
+    x: x.data.subarray(t * size * inputs, (t + 1) * size * inputs),
+    y: y.data.subarray(t * size, (t + 1) * size),
+  });
+  return { params, batch };
+}
+
+/** Mean cross-entropy of an MLP with ReLU, its logits times `multiplier`, and all gradients. */
+export function lossAndGradients(params, { x, y }, multiplier) {
+  const layers = Object.keys(params).filter((k) => k.endsWith("weight"));
+  const size = y.length, inputs = [], grads = {};
+  let z;
+  for (const k of layers) {
+    inputs.push(x);
+    const [out, n] = params[k].shape, w = params[k].data, b = params[k.replace("weight", "bias")].data;
+    z = new Float32Array(size * out);
+    for (let i = 0; i < size; i++)
+      for (let o = 0; o < out; o++) {
+        let sum = b[o];
+        for (let j = 0; j < n; j++) sum += x[i * n + j] * w[o * n + j];
+        z[i * out + o] = sum;
+      }
+    x = z.map((v) => Math.max(v, 0));
+  }
+  const classes = z.length / size;
+  let loss = 0, delta = new Float32Array(z.length);
+  for (let i = 0; i < size; i++) {
+    const row = Array.from(z.subarray(i * classes, (i + 1) * classes), (v) => v * multiplier);
+    const top = Math.max(...row), total = row.reduce((s, v) => s + Math.exp(v - top), 0);
+    loss += (Math.log(total) + top - row[y[i]]) / size;
+    for (let c = 0; c < classes; c++)
+      delta[i * classes + c] = ((Math.exp(row[c] - top) / total - (c === y[i])) * multiplier) / size;
+  }
+  for (const k of layers.toReversed()) {
+    const [out, n] = params[k].shape, w = params[k].data, a = inputs.pop();
+    const gw = new Float32Array(out * n), gb = new Float32Array(out), back = new Float32Array(size * n);
+    for (let i = 0; i < size; i++)
+      for (let o = 0; o < out; o++) {
+        const d = delta[i * out + o];
+        gb[o] += d;
+        for (let j = 0; j < n; j++) {
+          gw[o * n + j] += d * a[i * n + j];
+          back[i * n + j] += d * w[o * n + j];
+        }
+      }
+    grads[k] = gw;
+    grads[k.replace("weight", "bias")] = gb;
+    delta = back.map((v, i) => (a[i] > 0 ? v : 0));
+  }
+  return { loss, grads };
+}
+
+/** The exported step: which graph a tensor needs, and its state. `open(kind)` gives a session. */
+export class MuLO {
+  static async create(ort, open, params, lrScale) {
+    const graphs = {};
+    for (const kind of ["matrix", "tall", "vector"]) graphs[kind] = await open(kind);
+    return new MuLO(ort, graphs, params, lrScale);
+  }
+
+  constructor(ort, graphs, params, lrScale) {
+    Object.assign(this, { ort, graphs, lrScale, t: 0, state: {} });
+    for (const [name, { shape }] of Object.entries(params)) {
+      const zeros = (...s) => new ort.Tensor("float32", new Float32Array(s.reduce((a, b) => a * b)), s);
+      this.state[name] = {
+        second_moment: zeros(1, ...shape),
+        momentum: zeros(1, 3, ...shape),
+        row: zeros(1, 3, shape[0]),
+        col: zeros(1, 3, shape.at(-1)),
+      };
+    }
+  }
+
+  async step(params, grads) {
+    const tensor = (data, shape) => new this.ort.Tensor("float32", data, shape);
+    for (const [name, { shape, data }] of Object.entries(params)) {
+      const kind = shape.length === 1 ? "vector" : shape[0] >= shape[1] ? "tall" : "matrix";
+      const { new_param, ...state } = await this.graphs[kind].run({
+        param: tensor(data, [1, ...shape]),
+        grad: tensor(grads[name], [1, ...shape]),
+        ...this.state[name],
+        step: tensor(Float32Array.of(this.t), []),
+        lr_scale: tensor(Float32Array.of(this.lrScale[name]), [1]),
+      });
+      params[name] = { shape, data: new_param.data };
+      this.state[name] = Object.fromEntries(Object.entries(state).map(([k, v]) => [k.slice(4), v]));
+    }
+    this.t += 1;
+  }
+}
+
+/** Adam with its usual settings. */
+export class Adam {
+  constructor(params, lr) {
+    Object.assign(this, { lr, t: 0, m: {}, v: {} });
+    for (const [name, { data }] of Object.entries(params)) {
+      this.m[name] = new Float32Array(data.length);
+      this.v[name] = new Float32Array(data.length);
+    }
+  }
+
+  step(params, grads) {
+    this.t += 1;
+    const [c1, c2] = [1 - 0.9 ** this.t, 1 - 0.999 ** this.t];
+    for (const [name, { data }] of Object.entries(params)) {
+      const g = grads[name], m = this.m[name], v = this.v[name];
+      for (let i = 0; i < data.length; i++) {
+        m[i] = 0.9 * m[i] + 0.1 * g[i];
+        v[i] = 0.999 * v[i] + 0.001 * g[i] * g[i];
+        data[i] -= (this.lr * m[i]) / c1 / (Math.sqrt(v[i] / c2) + 1e-8);
+      }
+    }
+  }
+}

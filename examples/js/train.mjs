@@ -1,0 +1,20 @@
+// Trains the desk net with an exported learned optimizer in Node.js:
+//   cd examples/js && ONNXRUNTIME_NODE_INSTALL_CUDA=skip npm ci && node train.mjs ../../exported
+import { readFile } from "node:fs/promises";
+import path from "node:path";
+import * as ort from "onnxruntime-node";
+import { MuLO, lossAndGradients, readDesk } from "./mulo.mjs";
+
+const folder = process.argv[2] ?? "../../exported";
+const about = JSON.parse(await readFile(path.join(folder, "desk.json")));
+const bytes = await readFile(path.join(folder, "desk.bin"));
+const { params, batch } = readDesk(about, bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.length));
+const options = { executionProviders: ["cpu"], intraOpNumThreads: 1 };
+const open = (kind) => ort.InferenceSession.create(path.join(folder, `mulo_m.${kind}.onnx`), options);
+const opt = await MuLO.create(ort, open, params, about.lr_scale);
+for (let t = 0; t < about.steps; t++) {
+  const { loss, grads } = lossAndGradients(params, batch(t), about.multiplier);
+  await opt.step(params, grads);
+  if (t % 50 === 0) console.log(`step ${t}: ${loss.toFixed(4)}`);
+}
+console.log("loss", lossAndGradients(params, batch(about.steps), about.multiplier).loss);
