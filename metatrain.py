@@ -54,7 +54,9 @@ class Recipe:
     hidden_size: int = 32  # of the learned optimizer: the authors' configuration, 4 for VeLO
     lstm_hidden: int = 128  # VeLO's
     param_inits: int = 64  # VeLO's
-    param_scale_mult: bool = False  # VeLO's factor RMS(W) on the update; on in SP
+    # VeLO's factor RMS(W) on the update. DIVERGES: off in SP too, or output layers, which are 0 at
+    # first, never move; μP rules it out.
+    param_scale_mult: bool = False
     lam1: float = 0.01  # 0.001 in SP and for VeLO
     pairs: int = 8  # perturbations per task
     micro_batch: int = 4  # of these, how many advance at a time: less memory, same result
@@ -79,6 +81,8 @@ class Recipe:
                 raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}.")
         if min(self.widths, default=0) < 1 or self.warmup < 0:
             raise ValueError(f"widths {self.widths} and warmup {self.warmup}: make them positive.")
+        if not 0 <= self.seed < 10**9:
+            raise ValueError(f"seed must be between 0 and 999,999,999, not {self.seed}.")
         if self.shortest > self.unroll:
             raise ValueError(
                 f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it to that."
@@ -97,16 +101,14 @@ DESK_VELO = {  # the hypernetwork magnifies perturbations: smaller ones, and a s
     "lstm_hidden": 32, "param_inits": 16, "steps": 250,
     "sigma": 0.01, "lr": 1.5e-3, "lr_end": 3e-4,
 }  # fmt: skip
-# DIVERGES: with the paper's numbers the meta-loss of velo_m does not leave log 10 in so few outer
-# steps. RMS(W) is 0 in an SP net's output layer and stops it; 0.001 kills nets before PES sees why.
-DESK_VELO_SP = {"param_scale_mult": False, "lam1": 1e-4}
+DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: 0.001 kills SP nets before PES sees why
 RECIPES = {
     "mulo_s": {},
     "mulo_m": {},
     "muvelo_m": VELO,
     "lo_s": SP,
     "lo_m": SP,
-    "velo_m": VELO | SP | {"param_scale_mult": True},  # a factor that μP rules out
+    "velo_m": VELO | SP,
 }
 
 
@@ -151,7 +153,12 @@ class Run:
     def __init__(self, trainer: Trainer, out: Path):
         self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
         self.command, self.commit = shlex.join(["python", *sys.argv]), commit()
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"cannot write to {out} ({error.strerror}): choose another --out."
+            ) from None
         for half_written in out.glob(".checkpoint_*"):  # by a process that was killed
             half_written.unlink()
 
@@ -343,11 +350,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="only tell the memory it would take")
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
-    numbers = parser.add_argument_group("numbers of the recipe, to override")
+    numbers = parser.add_argument_group("numbers of the recipe, to override (here: mulo_m's)")
     for field in dataclasses.fields(Recipe):
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):
             flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
-            numbers.add_argument(flag, type=kind, metavar="N", help=f"paper: {field.default}")
+            values = ", ".join(
+                f"{getattr(recipe('mulo_m', k), field.name):g} ({k})" for k in SCALES
+            )
+            numbers.add_argument(flag, type=kind, metavar="N", help=values)
     numbers.add_argument("--widths", type=int, nargs="+", help="of the nets it is meta-trained on")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
     return parser

@@ -76,18 +76,10 @@ def _mean(self, dim, keepdim=False, dtype=None):
     return _average(self, dim[0] % rank, rank, keepdim)
 
 
-def _var_mean(self, dim=None, correction=None, keepdim=False):
-    rank = len(self.shape)
-    mean = _average(self, dim[0] % rank, rank, True)
-    off = op.Sub(self, mean)
-    var = _average(op.Mul(off, off), dim[0] % rank, rank)
-    return var, op.Squeeze(mean, op.Constant(value_ints=dim))
-
-
 aten = torch.ops.aten
 FAST = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
 FAST |= {aten.pow.Tensor_Scalar: _square}
-EXACT = {aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.var_mean.correction: _var_mean}
+EXACT = {aten.sum.dim_IntList: _sum, aten.mean.dim: _mean}
 
 
 def convert(
