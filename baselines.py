@@ -131,7 +131,7 @@ def remember(which: str, kind: str, steps: int, schedule: str, entry: dict) -> P
     known = json.loads(path.read_text()) if path.exists() else {}
     known[_key(which, steps, schedule)] = entry
     text = json.dumps(dict(sorted(known.items())), indent=1) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, text)
     return path
 
 

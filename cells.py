@@ -1,12 +1,15 @@
-"""The losses of every net trained in evaluation, kept: what is finished is not run again.
+"""The nets trained in evaluation, kept: what is finished is not run again.
 
-    cells = Cells(Path("results/losses.csv"))
-    losses = cells.get(contender("mulo_m"), task, steps=500, schedule="constant", seeds=[0, 1, 2])
+    job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
+    cells = Cells(Path("results"), processes=2)
+    cells.fill([job, ...])                              # trains what is missing, in parallel
+    losses = cells.losses(job)                          # (50, seeds)
 
-One row of the file is one net: which optimizer trained it, on which task, for how long, under which
-schedule of the rate, from which seed, and its smoothed training loss at 50 equally spaced times.
-All seeds of a cell are trained side by side. A net that diverges is a result like any other: its
-loss is nan from there on.
+One row of results/losses.csv is one net: which optimizer trained it, on which task, for how long,
+under which schedule of the rate, from which seed, and its training loss, averaged over 50 equal
+windows. A job with times to look at, `at`, is about activations instead, kept in watch.json. All
+seeds of a job are trained side by side. A net that diverges is a result like any other: its loss is
+nan from there on.
 """
 
 from __future__ import annotations
@@ -15,20 +18,27 @@ import csv
 import dataclasses
 import hashlib
 import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from tqdm import tqdm
 
 import baselines
 import checkpoints
 import metatrain
 import mulo
+import mup
 import stacked
 import tasks
 
 POINTS = 50
+Seen = dict[str, list[tuple[float, float]]]  # per layer: (change, size) at each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +46,16 @@ class Contender:
     """An optimizer under test, with its parametrization."""
 
     name: str
-    mup: bool
+    rules: tuple[str, ...]  # of μP; () is SP
     lo: mulo.LO | None = None  # None: the baseline of that name
 
     def optimizer(self, kind: str, steps: int, schedule: str, nets: int) -> mulo.LO | Callable:
         """For `stacked.train`."""
         if self.lo is not None:
             return self.lo
-        return baselines.optimizer(self.name, self._values(kind, steps, schedule), nets)
+        return baselines.optimizer(self.name, self.values(kind, steps, schedule), nets)
 
-    def digest(self, kind: str, steps: int, schedule: str, batch_size: int) -> str:
-        """What distinguishes optimizers of one name: weights or tuned values, and the batch."""
-        if self.lo is not None:
-            what = checkpoints.digest(self.lo)
-        else:
-            values = self._values(kind, steps, schedule)
-            what = repr([values[k] for k in baselines.FIELDS])
-        return hashlib.sha256(f"{what} {batch_size}".encode()).hexdigest()[:8]
-
-    def _values(self, kind: str, steps: int, schedule: str) -> dict:
+    def values(self, kind: str, steps: int, schedule: str) -> dict:
         """A baseline's hyperparameters; under a schedule with the rate tuned for it."""
         tuned_for = steps if schedule != "constant" else metatrain.recipe("mulo_m").unroll
         values = baselines.best(self.name, kind, tuned_for, schedule)
@@ -70,7 +71,7 @@ class Contender:
 def contender(name: str) -> Contender:
     """By name: adamw, muadam, a shipped optimizer, or the folder of a meta-training run."""
     if name in baselines.NAMES:
-        return Contender(name, name == "muadam")
+        return Contender(name, mup.ALL if name == "muadam" else ())
     folder = Path(name)
     path = folder / "lo.pt" if (folder / "lo.pt").is_file() else name
     lo = mulo.load(path)
@@ -79,52 +80,177 @@ def contender(name: str) -> Contender:
     if "recipe" not in about:
         raise ValueError(f"{name} does not tell its recipe: take one that metatrain.py made.")
     label = folder.parent.name if folder.name == "lo.pt" else folder.name
-    return Contender(label, about["recipe"]["mup"], lo)
+    return Contender(label, mup.ALL if about["recipe"]["mup"] else (), lo)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Nets to be trained: one optimizer, one task, some seeds."""
+
+    who: Contender
+    task: str
+    steps: int
+    schedule: str = "constant"
+    seeds: tuple[int, ...] = (0,)
+    at: tuple[int, ...] = ()  # times to look at activations
+    batch_size: int | None = None  # None: the task's own
+
+    @property
+    def kind(self) -> str:
+        return self.task[: self.task.rindex("_w")]
+
+    def get_task(self) -> tasks.Task:
+        options = {} if self.batch_size is None else {"batch_size": self.batch_size}
+        return tasks.get(self.task, rules=self.who.rules, **options)
+
+    def digest(self) -> str:
+        """What distinguishes optimizers of one name: weights or tuned values, rules, the batch."""
+        if self.who.lo is not None:
+            what = checkpoints.digest(self.who.lo)
+        else:
+            values = self.who.values(self.kind, self.steps, self.schedule)
+            what = repr([values[k] for k in baselines.FIELDS])
+        what = f"{what} {self.who.rules} {self.get_task().batch_size}"
+        return hashlib.sha256(what.encode()).hexdigest()[:8]
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """One for each seed, or one for a look at all of them."""
+        head = (self.who.name, self.digest(), self.task, str(self.steps), self.schedule)
+        if self.at:
+            return [(*head, " ".join(map(str, self.seeds)), " ".join(map(str, self.at)))]
+        return [(*head, str(seed)) for seed in self.seeds]
+
+    def cost(self) -> int:
+        """In arbitrary units, to begin with the longest."""
+        size = sum(p.numel() for p in self.get_task().skeleton().parameters())
+        return self.steps * len(self.seeds) * (size + 20_000)
+
+    def run(self, device: str = "cpu") -> list:
+        """Train; what goes with each of `keys`."""
+        task = self.get_task()
+        seen = Watch(task, self.at, device) if self.at else None
+        losses = stacked.train(
+            task,
+            self.who.optimizer(self.kind, self.steps, self.schedule, len(self.seeds)),
+            max(self.at) + 1 if self.at else self.steps,
+            list(self.seeds),
+            schedule=baselines.schedule_of(self.schedule, self.steps),
+            device=device,
+            look=seen,
+        )
+        if seen:
+            return [seen.found]
+        return [" ".join(f"{x:.4f}" for x in curve) for curve in windows(losses).T.tolist()]
+
+
+class Watch:
+    """Looks, at some times, at pre-activations y: std of their change so far, and mean |y|."""
+
+    def __init__(self, task: tasks.Task, at: tuple[int, ...], device: str):
+        self.task, self.at = task, at
+        self.probe = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
+        self.first: dict[str, Tensor] = {}
+        self.found: Seen = {}
+
+    def __call__(self, t: int, theta: stacked.Theta) -> None:
+        if t and t not in self.at:
+            return
+        for name, y in pre_activations(self.task, theta, self.probe).items():
+            self.first.setdefault(name, y)
+            change = (y - self.first[name]).flatten(1).std(1).mean()
+            if t:
+                pair = tuple(float(f"{x:.5g}") for x in (change, y.abs().mean()))
+                self.found.setdefault(name, []).append(pair)
+
+
+def pre_activations(task: tasks.Task, theta: stacked.Theta, probe: Tensor) -> dict[str, Tensor]:
+    """The output of every layer for a probe, (P, b, ...) each; the last are the logits."""
+    model, found = task.skeleton(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, mup.LAYERS):
+            module.register_forward_hook(lambda m, args, y, name=name: found.__setitem__(name, y))
+    P = len(next(iter(theta.values())))
+    functional_call(model, theta, (probe.expand(P, *probe.shape),))
+    return found
+
+
+def _prepare_process() -> None:
+    torch.set_num_threads(1)
+    metatrain.keep_freed_memory()
 
 
 class Cells:
-    """A file of trained nets; rows are added as cells are finished, by rename."""
+    """A folder of finished jobs; rows are added as these end, by rename."""
 
     KEY = ("optimizer", "digest", "task", "steps", "schedule", "seed")
 
-    def __init__(self, path: Path, device: str = "cpu"):
-        self.path, self.device, self.rows = path, device, {}
-        if path.exists():
-            with open(path, newline="") as file:
+    def __init__(self, folder: Path, device: str = "cpu", processes: int = 1):
+        self.folder, self.device, self.processes = folder, device, processes
+        self.rows: dict[tuple[str, ...], str] = {}
+        self.seen: dict[tuple[str, ...], Seen] = {}
+        if (folder / "losses.csv").exists():
+            with open(folder / "losses.csv", newline="") as file:
                 for row in csv.DictReader(file):
                     self.rows[tuple(row[k] for k in self.KEY)] = row["losses"]
+        if (folder / "watch.json").exists():
+            known = json.loads((folder / "watch.json").read_text())
+            self.seen = {tuple(k.split(", ")): v for k, v in known.items()}
 
-    def get(
-        self, who: Contender, task: tasks.Task, steps: int, schedule: str, seeds: list[int]
-    ) -> Tensor:
-        """Smoothed losses at POINTS times, (POINTS, seeds); trained now where they are missing."""
-        kind = task.name[: task.name.rindex("_w")]
-        digest = who.digest(kind, steps, schedule, task.batch_size)
-        keys = [(who.name, digest, task.name, str(steps), schedule, str(s)) for s in seeds]
-        missing = [(k, seed) for k, seed in zip(keys, seeds, strict=True) if k not in self.rows]
-        if missing:
-            todo = [seed for _, seed in missing]
-            losses = stacked.train(
-                stacked.with_rules(task, who.mup),
-                who.optimizer(kind, steps, schedule, len(todo)),
-                steps,
-                todo,
-                schedule=baselines.schedule_of(schedule, steps),
-                device=self.device,
-            )
-            for (key, _), curve in zip(missing, windows(losses).T.tolist(), strict=True):
-                self.rows[key] = " ".join(f"{x:.4f}" for x in curve)
+    def fill(self, jobs: Iterable[Job], desc: str = "training") -> None:
+        """Train what is missing, the longest first."""
+        todo = [missing for job in jobs if (missing := self._missing(job))]
+        todo.sort(key=Job.cost, reverse=True)
+        for job, results in tqdm(self._run(todo), total=len(todo), desc=desc, disable=not todo):
+            kept = self.seen if job.at else self.rows
+            kept |= dict(zip(job.keys(), results, strict=True))
             self.save()
-        found = [[float(x) for x in self.rows[key].split()] for key in keys]
+
+    def losses(self, job: Job) -> Tensor:
+        """Mean losses in POINTS windows, (POINTS, seeds)."""
+        self.fill([job])
+        found = [[float(x) for x in self.rows[key].split()] for key in job.keys()]
         return torch.tensor(found).T
+
+    def watched(self, job: Job) -> Seen:
+        """Change and size of each layer's pre-activations at each of the job's times."""
+        self.fill([job])
+        return self.seen[job.keys()[0]]
+
+    def _missing(self, job: Job) -> Job | None:
+        """The job without the seeds that are there."""
+        if job.at:
+            return None if job.keys()[0] in self.seen else job
+        pairs = zip(job.seeds, job.keys(), strict=True)
+        seeds = tuple(seed for seed, key in pairs if key not in self.rows)
+        return dataclasses.replace(job, seeds=seeds) if seeds else None
+
+    def _run(self, jobs: list[Job]) -> Iterator[tuple[Job, list]]:
+        """Jobs with their results, as these come."""
+        if min(self.processes, len(jobs)) <= 1:
+            yield from ((job, job.run(self.device)) for job in jobs)
+            return
+        with ProcessPoolExecutor(
+            self.processes, mp_context=get_context("spawn"), initializer=_prepare_process
+        ) as pool:
+            try:
+                started = {pool.submit(job.run, self.device): job for job in jobs}
+                for future in as_completed(started):
+                    yield started[future], future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def save(self) -> None:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*self.KEY, "losses"])
         writer.writerows([*key, losses] for key, losses in sorted(self.rows.items()))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoints.write_atomically(self.path, lambda file: file.write(text.getvalue().encode()))
+        seen = {", ".join(k): v for k, v in sorted(self.seen.items())}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.rows:
+            checkpoints.write_atomically(self.folder / "losses.csv", text.getvalue())
+        if self.seen:
+            checkpoints.write_atomically(self.folder / "watch.json", json.dumps(seen))
 
 
 def windows(losses: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,13 +24,16 @@ FORMAT, VERSION = "mulo", 1
 SHIPPED = Path(__file__).parent / "weights"
 
 
-def write_atomically(path: str | os.PathLike, write) -> None:
-    """Call write(temporary file) and rename it to path, so that path is never half written."""
+def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -> None:
+    """Write text, bytes, or what content(file) writes, under another name; then rename to path."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -51,7 +54,7 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
         torch.load(buffer, weights_only=True)
     except pickle.UnpicklingError as error:
         raise TypeError(f"`about` takes plain numbers and strings, not {about!r}.") from error
-    write_atomically(path, lambda file: file.write(buffer.getvalue()))
+    write_atomically(path, buffer.getvalue())
 
 
 def load(name: str | os.PathLike) -> LO:

@@ -11,6 +11,7 @@ Nets of all seeds and configurations are trained side by side (`stacked.py`).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -23,21 +24,22 @@ import metatrain
 import mulo
 import ship
 import tasks
-from cells import Cells, contender
+from cells import Cells, Job, contender
 from experiments import EXPERIMENTS, SUITES
 
 
 def task(args: argparse.Namespace) -> str:
     """Final losses of any optimizers on any tasks: one row a task, one column an optimizer."""
-    table, who = Cells(args.out / "losses.csv", args.device), [contender(x) for x in args.who]
+    cells, who = Cells(args.out, args.device, args.processes), [contender(x) for x in args.who]
+    seeds = tuple(range(args.seeds))
+    jobs = {name: [Job(c, name, args.steps, args.schedule, seeds) for c in who]
+            for name in args.tasks}  # fmt: skip
+    cells.fill([job for some in jobs.values() for job in some])
     lines = [f"{'':26}" + "".join(f"{c.name:>24}" for c in who)]
-    for name in tqdm(args.tasks, desc="tasks"):
+    for name, some in jobs.items():
         row = f"{name:26}"
-        for c in who:
-            losses = table.get(
-                c, tasks.get(name), args.steps, args.schedule, list(range(args.seeds))
-            )
-            final = baselines.final(losses)
+        for job in some:
+            final = baselines.final(cells.losses(job))
             error = f" ± {final.std() / len(final) ** 0.5:.3f}" if len(final) > 1 else ""
             row += f"{f'{final.mean():.3f}{error}':>24}"
         lines.append(row)
@@ -63,6 +65,14 @@ def tune(args: argparse.Namespace) -> None:
         }  # fmt: skip
         path = baselines.remember(which, args.kind, steps, args.schedule, entry)
         print(f"{baselines.NAMES[which]}: {found[0]} of {len(found)}, kept in {path}")
+
+
+def _of_a_run(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--out", type=Path, default=Path("results"), help="where results are kept")
+    p.add_argument("--device", default="cpu", help="cpu or cuda")
+    p.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="at a time (default: all cores)"
+    )
 
 
 def main() -> None:
@@ -91,13 +101,11 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=500)
     p.add_argument("--seeds", type=int, default=5)
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
-    p.add_argument("--out", type=Path, default=Path("results"))
-    p.add_argument("--device", default="cpu")
+    _of_a_run(p)
     for name, run in EXPERIMENTS.items():
         p = sub.add_parser(name, help=run.__doc__.split(":")[0].rstrip("."))
         p.add_argument("--scale", choices=SUITES, default="desk")
-        p.add_argument("--out", type=Path, default=Path("results"))
-        p.add_argument("--device", default="cpu")
+        _of_a_run(p)
     args = parser.parse_args()
     torch.set_num_threads(1)
     metatrain.keep_freed_memory()
@@ -108,7 +116,7 @@ def main() -> None:
             print(task(args))
         elif args.what in EXPERIMENTS:
             args.out.mkdir(parents=True, exist_ok=True)
-            cells = Cells(args.out / "losses.csv", args.device)
+            cells = Cells(args.out, args.device, args.processes)
             print(EXPERIMENTS[args.what](SUITES[args.scale], cells, args.out))
         elif args.what == "validate":
             for file in args.files:

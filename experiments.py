@@ -1,6 +1,6 @@
 """The paper's claims, each tested by an experiment: a table, a figure, a sentence.
 
-    report = width(Suite(), Cells(Path("results/losses.csv")), Path("results"))
+    said = width(Suite(), Cells(Path("results")), Path("results"))
 
 Paper: section 5. `python evaluate.py width` and so on run them. Everything that trains a net goes
 through `Cells`, so a second run only draws. Where a net diverged, its loss counts as that of
@@ -10,20 +10,15 @@ guessing when optimizers are ranked, and is drawn as a cross at the top of a fig
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
-from tqdm import tqdm
 
-import mup
-import stacked
 import tasks
-from cells import Cells, Contender, contender
+from cells import Cells, Contender, Job, contender
 from checkpoints import write_atomically
 
 LABELS = {
@@ -43,10 +38,18 @@ class Suite:
     columns: tuple[int, ...] = (128, 256, 512)  # Large, XL, XXL
     depths: tuple[int, ...] = (3, 4, 8, 16)
     steps: int = 500  # the meta-trained horizon
+    horizons: tuple[int, ...] = (5, 10, 25)
     seeds: int = 5
 
     def contenders(self) -> list[Contender]:
         return [contender(name) for name in self.who]
+
+    def job(self, who: Contender, task: str, times: int = 1, schedule: str = "constant") -> Job:
+        return Job(who, task, times * self.steps, schedule, tuple(range(self.seeds)))
+
+    def watch(self, who: Contender, task: str, times: int, at: list[int], seeds: int) -> Job:
+        seeds = tuple(range(min(seeds, self.seeds)))
+        return dataclasses.replace(self.job(who, task, times), seeds=seeds, at=tuple(at))
 
 
 PAPER = Suite(
@@ -57,22 +60,17 @@ PAPER = Suite(
     steps=1000,
 )
 SMOKE = Suite(
-    kinds=("fashion8_mlp",), widths=(8, 16), columns=(8,), depths=(3, 4), steps=10, seeds=2
-)
+    kinds=("fashion8_mlp",), widths=(8, 16), columns=(8,), depths=(3, 4), steps=10, horizons=(2, 3),
+    seeds=2,
+)  # fmt: skip
 
 SUITES = {"desk": Suite(), "paper": PAPER, "smoke": SMOKE}
-
-
-def losses_of(
-    cells: Cells, who: Contender, name: str, steps: int, suite: Suite, schedule: str = "constant"
-) -> Tensor:
-    return cells.get(who, tasks.get(name), steps, schedule, list(range(suite.seeds)))
 
 
 def end(losses: Tensor, share: float = 1.0) -> Tensor:
     """The final loss of each net, (seeds,): mean of the last tenth before `share` of the run."""
     last = max(1, round(share * len(losses)))
-    return losses[max(0, last - max(1, len(losses) // 10)) : last].mean(0)
+    return losses[max(0, last - max(1, round(share * len(losses)) // 10)) : last].mean(0)
 
 
 def summary(x: Tensor) -> tuple[float, float]:
@@ -83,6 +81,9 @@ def summary(x: Tensor) -> tuple[float, float]:
 def label(who: Contender | str) -> str:
     name = who if isinstance(who, str) else who.name
     return LABELS.get(name, name)
+
+
+# ---------------------------------------------------------------- figures and tables
 
 
 def figure(panels: int, height: float = 3.6):
@@ -106,42 +107,72 @@ def save(fig, path: Path) -> None:
 
 def write_table(path: Path, head: list[str], rows: list[list]) -> None:
     lines = [",".join(map(str, row)) for row in [head, *rows]]
-    write_atomically(path, lambda file: file.write(("\n".join(lines) + "\n").encode()))
+    write_atomically(path, "\n".join(lines) + "\n")
+
+
+def colour(name: str) -> str:
+    """An optimizer has the same colour in every figure."""
+    order = list(LABELS)
+    return f"C{order.index(name)}" if name in order else "0.4"
 
 
 def draw_ends(ax, x: list[int], ends: list[Tensor], name: str) -> None:
     """Final losses with error bars; a cross at the top where a net diverged."""
     values = [summary(e) for e in ends]
-    line = ax.errorbar(
-        x, [m for m, _ in values], [s for _, s in values], marker="o", capsize=2, label=label(name)
+    means, errors = [m for m, _ in values], [s for _, s in values]
+    ax.errorbar(
+        x, means, errors, marker="o", markersize=4, capsize=2, label=label(name), color=colour(name)
     )
-    gone = [a for a, (m, _) in zip(x, values, strict=True) if math.isnan(m)]
+    gone = [a for a, m in zip(x, means, strict=True) if math.isnan(m)]
     top = [0.98 - 0.03 * len(ax.lines) % 0.2] * len(gone)
-    ax.plot(gone, top, "x", color=line[0].get_color(), transform=ax.get_xaxis_transform())
+    ax.plot(gone, top, "x", color=colour(name), transform=ax.get_xaxis_transform())
+
+
+def draw_curve(ax, losses: Tensor, until: float, name: str) -> None:
+    """The mean training curve over seeds; its last point is at `until`."""
+    times = torch.arange(1, len(losses) + 1) * until / len(losses)
+    ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
+
+
+def guess(kind: str) -> float:
+    """The loss of guessing."""
+    return math.log(tasks.get(f"{kind}_w8_d3").classes)
+
+
+def ordered(ends: dict[str, float]) -> str:
+    """Final losses, best first; what diverged is last."""
+    order = sorted(ends, key=lambda n: (math.isnan(ends[n]), ends[n]))
+    return ", ".join(
+        f"{label(n)} {'diverged' if math.isnan(ends[n]) else f'{ends[n]:.3f}'}" for n in order
+    )
+
+
+# ---------------------------------------------------------------- experiments
 
 
 def width(suite: Suite, cells: Cells, out: Path) -> str:
     """Final loss against width, and training curves at the largest (the paper's figures 1c, 4)."""
     who, rows, said = suite.contenders(), [], []
+    jobs = {
+        (kind, w, c.name): suite.job(c, f"{kind}_w{w}_d3")
+        for kind in suite.kinds for w in suite.widths for c in who
+    }  # fmt: skip
+    cells.fill(jobs.values(), "width")
     fig, axes = figure(2 * len(suite.kinds))
     for k, kind in enumerate(suite.kinds):
-        ends: dict[str, list[Tensor]] = {c.name: [] for c in who}
-        for w in tqdm(suite.widths, desc=f"width, {kind}"):
-            for c in who:
-                losses = losses_of(cells, c, f"{kind}_w{w}_d3", suite.steps, suite)
-                ends[c.name].append(end(losses))
-                rows.append([kind, c.name, w, *(f"{x:.4f}" for x in summary(end(losses)))])
-        for c in who:
-            draw_ends(axes[2 * k], list(suite.widths), ends[c.name], c.name)
-            curve = losses_of(cells, c, f"{kind}_w{suite.widths[-1]}_d3", suite.steps, suite)
-            times = torch.arange(1, len(curve) + 1) * suite.steps / len(curve)
-            axes[2 * k + 1].plot(times, curve.mean(1), label=label(c))
-        start = math.log(tasks.get(f"{kind}_w8_d3").classes)
+        ends = {c.name: [end(cells.losses(jobs[kind, w, c.name])) for w in suite.widths]
+                for c in who}  # fmt: skip
+        for name, found in ends.items():
+            for w, x in zip(suite.widths, found, strict=True):
+                rows.append([kind, name, w, *(f"{v:.4f}" for v in summary(x))])
+            draw_ends(axes[2 * k], list(suite.widths), found, name)
+            curve = cells.losses(jobs[kind, suite.widths[-1], name])
+            draw_curve(axes[2 * k + 1], curve, suite.steps, name)
         axes[2 * k].set(xscale="log", xlabel="width", ylabel="final loss", title=kind)
-        axes[2 * k].set_ylim(top=1.1 * start)
+        axes[2 * k].set_ylim(top=1.1 * guess(kind))
         axes[2 * k].axvline(suite.widest, color="0.8", zorder=0)
         axes[2 * k + 1].set(xlabel="step", ylabel="loss", title=f"{kind}, width {suite.widths[-1]}")
-        axes[2 * k + 1].set_ylim(top=1.2 * start)
+        axes[2 * k + 1].set_ylim(top=1.2 * guess(kind))
         said.append(_width_sentence(kind, suite, ends))
     axes[0].legend(fontsize=8)
     save(fig, out / "width.png")
@@ -160,16 +191,21 @@ def _width_sentence(kind: str, suite: Suite, ends: dict[str, list[Tensor]]) -> s
 
 
 def rank(suite: Suite, cells: Cells, out: Path) -> str:
-    """Average rank over tasks at each column's width, at 1, 3 and 5 horizons (table 1)."""
-    who, long, times = suite.contenders(), 5 * suite.steps, (1, 3, 5)
+    """Average rank over tasks at each column's width, at 1, 3 and 5 horizons (table 1).
+
+    VeLO is told how long it will train: at 3 horizons, seen in the run of 5, it is midway.
+    """
+    who, times = suite.contenders(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
+    jobs = {
+        (t, kind, w): [suite.job(c, f"{kind}_w{w}_d3", long) for c in who]
+        for t, long in times.items() for kind in suite.kinds for w in suite.columns
+    }  # fmt: skip
+    cells.fill([job for some in jobs.values() for job in some], "rank")
     ranks: dict[tuple[int, int], list[Tensor]] = {}
-    for w in suite.columns:
-        for kind in tqdm(suite.kinds, desc=f"rank, width {w}"):
-            guess = math.log(tasks.get(f"{kind}_w8_d3").classes)
-            curves = [losses_of(cells, c, f"{kind}_w{w}_d3", long, suite) for c in who]
-            for t in times:
-                ends = torch.stack([end(x, t / 5).nan_to_num(guess).mean() for x in curves])
-                ranks.setdefault((t, w), []).append(ends.argsort().argsort() + 1.0)
+    for (t, kind, w), some in jobs.items():
+        ends = [end(cells.losses(job), t / times[t]).nan_to_num(guess(kind)) for job in some]
+        ends = torch.stack(ends).mean(1)
+        ranks.setdefault((t, w), []).append(ends.argsort().argsort() + 1.0)
     mean = {key: torch.stack(found).mean(0) for key, found in ranks.items()}
     head = ["optimizer", *(f"{t}x, width {w}" for t in times for w in suite.columns)]
     rows = [
@@ -177,122 +213,81 @@ def rank(suite: Suite, cells: Cells, out: Path) -> str:
         for k, c in enumerate(who)
     ]
     write_table(out / "rank.csv", head, rows)
-    first = torch.stack([mean[1, w] for w in suite.columns]).mean(0)
-    order = [label(who[k]) for k in first.argsort().tolist()]
-    return f"Average rank at the meta-trained horizon, best first: {', '.join(order)}."
+    said = []
+    for t in times:
+        average = torch.stack([mean[t, w] for w in suite.columns]).mean(0)
+        order = [f"{label(who[k])} {float(average[k]):.2f}" for k in average.argsort().tolist()]
+        said.append(f"Average rank after {t} horizon(s), best first: {', '.join(order)}.")
+    return "\n".join(said)
 
 
 def depth(suite: Suite, cells: Cells, out: Path) -> str:
     """Nets of 3 to 16 layers (figure 5)."""
-    who, rows = suite.contenders(), []
+    who, kind, rows = suite.contenders(), suite.kinds[0], []
+    names = [f"{kind}_w{suite.widest}_d{d}" for d in suite.depths]
+    cells.fill([suite.job(c, name) for name in names for c in who], "depth")
     fig, axes = figure(2)
-    kind = suite.kinds[0]
-    ends: dict[str, list[Tensor]] = {c.name: [] for c in who}
-    for d in tqdm(suite.depths, desc="depth"):
-        for c in who:
-            losses = losses_of(cells, c, f"{kind}_w{suite.widest}_d{d}", suite.steps, suite)
-            ends[c.name].append(end(losses))
-            rows.append([kind, c.name, d, *(f"{x:.4f}" for x in summary(end(losses)))])
-            if d == suite.depths[-1]:
-                times = torch.arange(1, len(losses) + 1) * suite.steps / len(losses)
-                axes[1].plot(times, losses.mean(1), label=label(c))
+    last = {}
     for c in who:
-        draw_ends(axes[0], list(suite.depths), ends[c.name], c.name)
-    axes[0].set(xlabel="layers", ylabel="final loss", title=f"{kind}, width {suite.widest}")
-    axes[1].set(xlabel="step", ylabel="loss", title=f"{suite.depths[-1]} layers")
+        curves = [cells.losses(suite.job(c, name)) for name in names]
+        draw_ends(axes[0], list(suite.depths), [end(x) for x in curves], c.name)
+        draw_curve(axes[1], curves[-1], suite.steps, c.name)
+        for d, x in zip(suite.depths, curves, strict=True):
+            rows.append([kind, c.name, d, *(f"{v:.4f}" for v in summary(end(x)))])
+        last[c.name] = summary(end(curves[-1]))[0]
+    for ax, title in zip(
+        axes, (f"width {suite.widest}", f"{suite.depths[-1]} layers"), strict=True
+    ):
+        ax.set(ylabel="loss", title=f"{kind}, {title}")
+        ax.set_ylim(top=1.2 * guess(kind))
+    axes[0].set(xlabel="layers", ylabel="final loss")
+    axes[1].set(xlabel="step")
     axes[0].legend(fontsize=8)
     save(fig, out / "depth.png")
     write_table(out / "depth.csv", ["kind", "optimizer", "depth", "loss", "stderr"], rows)
-    last = {n: summary(e[-1])[0] for n, e in ends.items()}
-    parts = [
-        f"{label(n)} {x:.3f}" for n, x in sorted(last.items(), key=lambda p: (p[1] != p[1], p))
-    ]
-    return f"{suite.depths[-1]} layers, final loss: {', '.join(parts)}."
+    return f"{suite.depths[-1]} layers, final loss: {ordered(last)}."
 
 
-def horizon(suite: Suite, cells: Cells, out: Path, times: int = 25) -> str:
-    """Training for 25 horizons, at constant rates and under one cosine schedule (figure 6)."""
+def horizon(suite: Suite, cells: Cells, out: Path) -> str:
+    """Training for 25 horizons, at constant rates and under a cosine schedule (figure 6)."""
     who, rows, said = suite.contenders(), [], []
-    kind, steps = suite.kinds[0], times * suite.steps
+    name, longest = f"{suite.kinds[0]}_w{suite.widest}_d3", suite.horizons[-1]
+    runs = [("constant", longest), *(("cosine", times) for times in suite.horizons)]
+    cells.fill([suite.job(c, name, t, schedule) for schedule, t in runs for c in who], "horizon")
     fig, axes = figure(2)
+    for schedule, times in runs:
+        ends = {}
+        for c in who:
+            losses = cells.losses(suite.job(c, name, times, schedule))
+            (mean, error), lowest = summary(end(losses)), float(losses.mean(1).min())
+            rows.append([schedule, times, c.name, *(f"{x:.4f}" for x in (mean, error, lowest))])
+            ends[c.name] = mean
+            if times == longest:
+                draw_curve(axes[schedule == "cosine"], losses, times, c.name)
+        said.append(f"After {times} horizons, {schedule}: {ordered(ends)}.")
     for ax, schedule in zip(axes, ("constant", "cosine"), strict=True):
-        parts = []
-        for c in tqdm(who, desc=f"horizon, {schedule}"):
-            name = f"{kind}_w{suite.widest}_d3"
-            losses = losses_of(cells, c, name, steps, suite, schedule)
-            ax.plot(torch.arange(1, len(losses) + 1) / len(losses) * times, losses.mean(1),
-                    label=label(c))  # fmt: skip
-            (mean, error), low = summary(end(losses)), float(losses.mean(1).min())
-            rows.append([schedule, c.name, f"{mean:.4f}", f"{error:.4f}", f"{low:.4f}"])
-            parts.append(f"{label(c)} {mean:.3f} (lowest {low:.3f})")
         ax.set(xlabel="meta-trained horizons", ylabel="loss", title=f"{name}, {schedule}")
-        ax.set_ylim(top=1.0)
-        said.append(f"After {steps} steps, {schedule}: " + ", ".join(parts) + ".")
+        ax.set_ylim(0, 1.0)
     axes[0].legend(fontsize=8)
     save(fig, out / "horizon.png")
-    write_table(out / "horizon.csv", ["schedule", "optimizer", "loss", "stderr", "lowest"], rows)
+    head = ["schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]
+    write_table(out / "horizon.csv", head, rows)
     return "\n".join(said)
-
-
-def pre_activations(task: tasks.Task, theta: stacked.Theta, probe: Tensor) -> dict[str, Tensor]:
-    """The output of every layer for a probe, (P, b, ...) each; the last are the logits."""
-    model, found = task.skeleton(), {}
-    for name, module in model.named_modules():
-        if isinstance(module, mup.LAYERS):
-            module.register_forward_hook(lambda m, args, y, name=name: found.__setitem__(name, y))
-    P = len(next(iter(theta.values())))
-    functional_call(model, theta, (probe.expand(P, *probe.shape),))
-    return found
-
-
-def watch(
-    who: Contender, task: tasks.Task, steps: int, seeds: list[int], at: list[int], keep: Path
-) -> dict[str, list[tuple[float, float]]]:
-    """Per layer, at each time: std of the change of pre-activations since the start, and mean |y|.
-
-    What was seen is kept in a file, like the losses of `Cells`.
-    """
-    known = json.loads(keep.read_text()) if keep.exists() else {}
-    key = f"{who.name}, {task.name}, {steps} steps, {len(seeds)} seeds"
-    if key not in known:
-        task = stacked.with_rules(task, who.mup)
-        probe = task.data().batch(torch.Generator().manual_seed(123), 64)[0]
-        first, found = {}, {}
-
-        def look(t: int, theta: stacked.Theta) -> None:
-            if t == 0 or t in at:
-                for name, y in pre_activations(task, theta, probe).items():
-                    first.setdefault(name, y)
-                    change = (y - first[name]).flatten(1).std(1).mean()
-                    if t:
-                        found.setdefault(name, []).append((float(change), float(y.abs().mean())))
-
-        kind = task.name[: task.name.rindex("_w")]
-        optimizer = who.optimizer(kind, steps, "constant", len(seeds))
-        stacked.train(task, optimizer, max(at) + 1, seeds, look=look)
-        known[key] = found
-        keep.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(known)
-        write_atomically(keep, lambda file: file.write(text.encode()))
-    return known[key]
 
 
 def coord(suite: Suite, cells: Cells, out: Path) -> str:
     """Coordinate check over the first 500 steps: does the drift of a layer depend on width?"""
+    who, kind = suite.contenders(), suite.kinds[0]
     widths = [w for w in suite.widths if w <= 16 * suite.widest]
     at = [t for t in (1, 10, 50, 100, 250, 499) if t < suite.steps]
-    seeds, kind = list(range(min(3, suite.seeds))), suite.kinds[0]
+    jobs = [[suite.watch(c, f"{kind}_w{w}_d3", 1, at, seeds=3) for w in widths] for c in who]
+    cells.fill([job for some in jobs for job in some], "coord")
     log_width = torch.tensor(widths).double().log()
     log_width -= log_width.mean()
-    who = [c for c in suite.contenders()]
     fig, axes = figure(len(who))
     rows, verdicts = [], []
-    for ax, c in zip(axes, tqdm(who, desc="coordinate check"), strict=True):
-        seen = [
-            watch(c, tasks.get(f"{kind}_w{w}_d3"), suite.steps, seeds, at, out / "watch.json")
-            for w in widths
-        ]
-        worst = 0.0
+    for ax, c, some in zip(axes, who, jobs, strict=True):
+        seen, worst = [cells.watched(job) for job in some], 0.0
         for layer in seen[0]:
             drift = torch.tensor([[change for change, _ in s[layer]] for s in seen]).double()
             slopes = (drift.clamp_min(1e-30).log() * log_width.unsqueeze(1)).sum(0)
@@ -313,28 +308,31 @@ def coord(suite: Suite, cells: Cells, out: Path) -> str:
 
 def stability(suite: Suite, cells: Cells, out: Path) -> str:
     """L1 norms of first-layer pre-activations and logits: a deep net, and a long run."""
-    kind, seeds = suite.kinds[0], list(range(min(2, suite.seeds)))
-    cases = {
-        f"{suite.depths[-1]} layers": (f"{kind}_w{suite.widest}_d{suite.depths[-1]}", suite.steps),
-        "5 horizons": (f"{kind}_w{suite.widest}_d3", 5 * suite.steps),
-    }
+    who, kind = suite.contenders(), suite.kinds[0]
+    deep, long = f"{kind}_w{suite.widest}_d{suite.depths[-1]}", f"{kind}_w{suite.widest}_d3"
+    cases = {f"{suite.depths[-1]} layers": (deep, 1), "5 horizons": (long, 5)}
+    jobs = {}
+    for title, (name, times) in cases.items():
+        every = max(1, times * suite.steps // 25)
+        at = list(range(every, times * suite.steps, every))
+        jobs[title] = [suite.watch(c, name, times, at, seeds=2) for c in who]
+    cells.fill([job for some in jobs.values() for job in some], "stability")
     fig, axes = figure(2 * len(cases))
     rows = []
-    for k, (title, (name, steps)) in enumerate(cases.items()):
-        at = list(range(max(1, steps // 25), steps, max(1, steps // 25)))
-        for c in tqdm(suite.contenders(), desc=f"stability, {title}"):
-            seen = watch(c, tasks.get(name), steps, seeds, at, out / "watch.json")
+    for k, (title, some) in enumerate(jobs.items()):
+        for job in some:
+            seen, name = cells.watched(job), job.who.name
             layers = list(seen)
-            for j, layer in enumerate((layers[0], layers[-1])):
+            for ax, layer in zip(axes[2 * k :], (layers[0], layers[-1]), strict=False):
                 norms = [norm for _, norm in seen[layer]]
-                axes[2 * k + j].plot(at, norms, label=label(c))
-                axes[2 * k + j].set(xlabel="step", yscale="log", title=f"{title}: {layer}")
-                rows.append([name, c.name, layer, f"{norms[0]:.4g}", f"{norms[-1]:.4g}"])
+                ax.plot(job.at, norms, label=label(name), color=colour(name))
+                ax.set(xlabel="step", yscale="log", title=f"{title}: {layer}")
+                rows.append([job.task, name, layer, f"{norms[0]:.4g}", f"{norms[-1]:.4g}"])
     axes[0].set_ylabel("mean |pre-activation|")
     axes[0].legend(fontsize=7)
     save(fig, out / "stability.png")
     write_table(out / "stability.csv", ["task", "optimizer", "layer", "early", "late"], rows)
-    grown = [f"{label(r[1])} {r[3]} -> {r[4]}" for r in rows if r[0] == cases["5 horizons"][0]]
+    grown = [f"{label(r[1])} {r[3]} -> {r[4]}" for r in rows if r[0] == long]
     return "Mean |first-layer pre-activation| and |logit|, early to late: " + ", ".join(grown) + "."
 
 

@@ -130,10 +130,10 @@ def write(lo: LO, out: str | Path, name: str, suffixes: Iterable[str] = tuple(WR
         for suffix in suffixes:
             files.append(out / f"{name}.{kind}.{suffix}")
             content = WRITERS[suffix](graph, text)
-            checkpoints.write_atomically(files[-1], lambda f, content=content: f.write(content))
+            checkpoints.write_atomically(files[-1], content)
     config["sha256"] = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
     text, path = json.dumps(config, indent=1), out / f"{name}.json"
-    checkpoints.write_atomically(path, lambda f: f.write(text.encode()))
+    checkpoints.write_atomically(path, text)
     return path
 
 

@@ -97,7 +97,7 @@ DESK = {
 }  # fmt: skip
 SP = {"mup": False, "lam1": 0.001}
 VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
-DESK_VELO = {  # a bank of 256, as in the authors' VeLO: a small one makes its MLPs, and noise, large
+DESK_VELO = {  # a bank of 256, as in the authors' VeLO: small ones make large MLPs, and noise
     "lstm_hidden": 16, "param_inits": 256, "steps": 400, "sigma": 0.02, "lr": 4e-3, "lr_end": 4e-4,
 }  # fmt: skip
 DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: 0.001 kills SP nets before PES sees why
@@ -173,19 +173,16 @@ class Run:
         path = self.out / f"checkpoint_{self.trainer.step:06}{_suffix(rank)}.pt"
         buffer = io.BytesIO()  # torch.save to a full disk fails with an error of its own
         torch.save(state, buffer)
-        write_atomically(path, lambda file: file.write(buffer.getbuffer()))
+        write_atomically(path, buffer.getbuffer())
         for old in self.checkpoints(self.out, rank)[: -self.KEEP]:
             old.unlink()
         if rank == 0:
             self.write_log()
 
     def write_log(self) -> None:
-        def write(file) -> None:
-            lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
-            file.write(("\n".join(lines) + "\n").encode())
-
         if self.rows:
-            write_atomically(self.out / "log.csv", write)
+            lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
+            write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
 
     @classmethod
     def resume(cls, out: Path, device: str) -> Run:

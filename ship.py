@@ -176,6 +176,4 @@ def write_record() -> None:
                 f"`{run['command']}` |"
             )
     lines += ["", "```text", *digests, "```", ""]
-    write_atomically(
-        checkpoints.SHIPPED / "README.md", lambda file: file.write("\n".join(lines).encode())
-    )
+    write_atomically(checkpoints.SHIPPED / "README.md", "\n".join(lines))

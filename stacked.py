@@ -220,6 +220,9 @@ def train(
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
         history.append(losses.cpu())
+        if t % 50 == 49 and not look and not torch.stack(history[-50:]).isfinite().any():
+            history += [torch.full((P,), torch.nan)] * (steps - t - 1)  # all have diverged
+            break
         if isinstance(opt, Adam):
             state, theta = opt.step(state, theta, grads, t, schedule(t))
         else:

@@ -50,9 +50,8 @@ def write(folder: Path) -> None:
         "arrays": [[k, list(x.shape), str(x.dtype)] for k, x in arrays.items()],
     }
     content = b"".join(np.ascontiguousarray(x).tobytes() for x in arrays.values())
-    checkpoints.write_atomically(folder / "desk.bin", lambda f: f.write(content))
-    text = json.dumps(about, indent=1).encode()
-    checkpoints.write_atomically(folder / "desk.json", lambda f: f.write(text))
+    checkpoints.write_atomically(folder / "desk.bin", content)
+    checkpoints.write_atomically(folder / "desk.json", json.dumps(about, indent=1))
 
 
 def train(optimizer: Callable[[list[dict]], torch.optim.Optimizer]) -> float:

@@ -1,5 +1,6 @@
 """Trained nets are kept, and found again; contenders by name."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,10 +10,15 @@ import baselines
 import cells
 import metatrain
 import mulo
+import mup
 import stacked
 import tasks
 
-TASK = tasks.get("fashion8_mlp_w8_d3", batch_size=8)
+TASK = "fashion8_mlp_w8_d3"
+
+
+def job(who, steps, seeds, schedule="constant", batch_size=8):
+    return cells.Job(who, TASK, steps, schedule, tuple(seeds), batch_size=batch_size)
 
 
 @pytest.fixture
@@ -25,60 +31,71 @@ def run_folder(tmp_path):
 
 
 def test_contenders(run_folder):
-    assert cells.contender("muadam") == cells.Contender("muadam", True)
-    assert cells.contender("adamw").mup is False
+    assert cells.contender("muadam") == cells.Contender("muadam", mup.ALL)
+    assert cells.contender("adamw").rules == ()
     shipped, run = cells.contender("mulo_m"), cells.contender(str(run_folder))
-    assert (shipped.name, shipped.mup) == ("mulo_m", True)
-    assert (run.name, run.mup) == ("lo_m_seed3", False)
+    assert (shipped.name, shipped.rules) == ("mulo_m", mup.ALL)
+    assert (run.name, run.rules) == ("lo_m_seed3", ())
     with pytest.raises(FileNotFoundError, match="no learned optimizer 'sgd'"):
         cells.contender("sgd")
 
 
 def test_finished_cells_are_not_run_again(tmp_path, monkeypatch, run_folder):
-    path, who = tmp_path / "losses.csv", cells.contender(str(run_folder))
-    table = cells.Cells(path)
-    first = table.get(who, TASK, 60, "constant", [0, 1])
+    who = cells.contender(str(run_folder))
+    table = cells.Cells(tmp_path)
+    first = table.losses(job(who, 60, [0, 1]))
     assert first.shape == (50, 2)
-    expected = stacked.train(stacked.with_rules(TASK, False), who.lo, 60, [0, 1])
+    expected = stacked.train(tasks.get(TASK, batch_size=8, rules=()), who.lo, 60, [0, 1])
     torch.testing.assert_close(first[0], expected[:2].mean(0), rtol=0, atol=6e-5)
     torch.testing.assert_close(first[-1], expected[-1:].mean(0), rtol=0, atol=6e-5)
 
     trained, train = [], stacked.train
     monkeypatch.setattr(stacked, "train", lambda *a, **k: (trained.append(a[3]), train(*a, **k))[1])
-    again = cells.Cells(path)
-    assert torch.equal(again.get(who, TASK, 60, "constant", [1, 0]), first.flip(1))
+    again = cells.Cells(tmp_path)
+    assert torch.equal(again.losses(job(who, 60, [1, 0])), first.flip(1))
     assert trained == []
-    again.get(who, TASK, 60, "constant", [0, 1, 2])
+    again.losses(job(who, 60, [0, 1, 2]))
     assert trained == [[2]]
-    again.get(who, TASK, 60, "cosine", [0])
+    again.losses(job(who, 60, [0], "cosine"))
     assert trained == [[2], [0]]
 
 
 def test_optimizers_of_one_name_are_told_apart(tmp_path, run_folder):
-    """A retrained one, or another batch size, is another cell."""
-    table, who = cells.Cells(tmp_path / "losses.csv"), cells.contender(str(run_folder))
-    before = table.get(who, TASK, 5, "constant", [0])
+    """A retrained one, another batch size, or other rules, make another cell."""
+    table, who = cells.Cells(tmp_path), cells.contender(str(run_folder))
+    before = table.losses(job(who, 5, [0]))
     for w in who.lo.parameters():
         w.add_(0.1)
-    assert not torch.equal(table.get(who, TASK, 5, "constant", [0]), before)
-    larger = tasks.get("fashion8_mlp_w8_d3", batch_size=16)
-    table.get(who, larger, 5, "constant", [0])
-    assert len(table.rows) == 3
+    assert not torch.equal(table.losses(job(who, 5, [0])), before)
+    table.losses(job(who, 5, [0], batch_size=16))
+    table.losses(job(dataclasses.replace(who, rules=("update",)), 5, [0]))
+    assert len(table.rows) == 4
+
+
+def test_processes_give_what_one_does(tmp_path, run_folder):
+    """Losses and looks, trained by two processes and by one."""
+    who = cells.contender(str(run_folder))
+    looks = dataclasses.replace(job(who, 4, [0, 1]), at=(1, 3))
+    jobs = [job(who, 4, [0]), job(cells.contender("muadam"), 4, [0, 1]), looks]
+    for folder, processes in (("one", 1), ("two", 2)):
+        cells.Cells(tmp_path / folder, processes=processes).fill(jobs)
+    one, two = cells.Cells(tmp_path / "one"), cells.Cells(tmp_path / "two")
+    assert one.rows == two.rows
+    assert len(one.rows) == 3
+    assert one.seen == two.seen
+    assert list(one.watched(looks)) == ["layers.0", "layers.1", "head"]
 
 
 def test_divergence_is_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "TUNED", tmp_path)
     huge = {"lr": 1e30, "b1": 0.9, "b2": 0.999, "weight_decay": 0.0, "loss": 9.0}
     baselines.remember("adamw", "fashion8_mlp", 500, "constant", huge)
-    table = cells.Cells(tmp_path / "losses.csv")
-    losses = table.get(cells.contender("adamw"), TASK, 10, "constant", [0])
-    assert math.isnan(losses[-1, 0])
-    assert math.isnan(cells.Cells(tmp_path / "losses.csv").get(
-        cells.contender("adamw"), TASK, 10, "constant", [0])[-1, 0])  # fmt: skip
+    gone = job(cells.contender("adamw"), 120, [0])
+    assert math.isnan(cells.Cells(tmp_path).losses(gone)[-1, 0])
+    assert math.isnan(cells.Cells(tmp_path).losses(gone)[-1, 0])
 
 
 def test_a_baseline_that_was_not_tuned_says_how(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "TUNED", tmp_path)
-    table = cells.Cells(tmp_path / "losses.csv")
     with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp --steps 10 --sch"):
-        table.get(cells.contender("muadam"), TASK, 10, "cosine", [0])
+        cells.Cells(tmp_path).losses(job(cells.contender("muadam"), 10, [0], "cosine"))

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import baselines
+import cells as cells_module
 import experiments
 import stacked
 import tasks
-from cells import Cells, contender
+from cells import Cells, Job, contender
 from experiments import EXPERIMENTS, SMOKE
 
 SUITE = dataclasses.replace(SMOKE, who=("mulo_m", "adamw", "muadam"))
@@ -25,7 +26,8 @@ def tuned(tmp_path_factory):
     patch.setattr(baselines, "TUNED", tmp_path_factory.mktemp("tuned"))
     for which, values in before.items():
         baselines.remember(which, "fashion8_mlp", 500, "constant", values)
-        baselines.remember(which, "fashion8_mlp", 25 * SUITE.steps, "cosine", values)
+        for times in SUITE.horizons:
+            baselines.remember(which, "fashion8_mlp", times * SUITE.steps, "cosine", values)
     yield
     patch.undo()
 
@@ -33,31 +35,29 @@ def tuned(tmp_path_factory):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_smoke(name, tuned, tmp_path, monkeypatch):
     """A table, a figure, a sentence; and once more from the file alone, nothing trained."""
-    path = tmp_path / "losses.csv"
-    said = EXPERIMENTS[name](SUITE, Cells(path), tmp_path)
+    said = EXPERIMENTS[name](SUITE, Cells(tmp_path), tmp_path)
     assert "μLO_M" in said
     assert len((tmp_path / f"{name}.csv").read_text().splitlines()) > 3
     if name != "rank":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(stacked, "train", lambda *a, **k: pytest.fail("trained again"))
-    assert EXPERIMENTS[name](SUITE, Cells(path), tmp_path) == said
+    assert EXPERIMENTS[name](SUITE, Cells(tmp_path), tmp_path) == said
 
 
 def test_end_is_the_last_tenth():
     losses = torch.arange(50.0).unsqueeze(1)
     assert float(experiments.end(losses)) == 47
-    assert float(experiments.end(losses, 0.2)) == 7
+    assert float(experiments.end(losses, 0.2)) == 9
 
 
 def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
-    cells = Cells(tmp_path / "losses.csv")
+    cells = Cells(tmp_path)
     for who, loss in (("mulo_m", 0.5), ("adamw", math.nan), ("muadam", 2.0)):
-        digest = contender(who).digest("fashion8_mlp", 5 * SUITE.steps, "constant", 64)
-        for seed in range(SUITE.seeds):
-            key = (who, digest, "fashion8_mlp_w8_d3", str(5 * SUITE.steps), "constant", str(seed))
-            cells.rows[key] = " ".join([str(loss)] * 50)
+        for times in (1, 5):
+            for key in SUITE.job(contender(who), "fashion8_mlp_w8_d3", times).keys():
+                cells.rows[key] = " ".join([str(loss)] * 50)
     said = experiments.rank(SUITE, cells, tmp_path)
-    assert said.endswith("best first: μLO_M, μAdam, AdamW.")
+    assert "after 1 horizon(s), best first: μLO_M 1.00, μAdam 2.00, AdamW 3.00." in said
     assert (tmp_path / "rank.csv").read_text().splitlines()[2] == "adamw,3.00,3.00,3.00"
 
 
@@ -65,7 +65,7 @@ def test_pre_activations_are_the_layers_outputs():
     task = tasks.get("fashion8_mlp_w8_d3")
     theta = task.init(2, torch.Generator().manual_seed(0), zero_output=False)
     probe = torch.randn(5, 1, 8, 8)
-    found = experiments.pre_activations(task, theta, probe)
+    found = cells_module.pre_activations(task, theta, probe)
     assert list(found) == ["layers.0", "layers.1", "head"]
     first = probe.flatten(1) @ theta["layers.0.weight"][1].T + theta["layers.0.bias"][1]
     torch.testing.assert_close(found["layers.0"][1], first)
@@ -78,9 +78,7 @@ def test_watch_sees_no_change_where_nothing_moves(tmp_path):
     who = dataclasses.replace(contender("mulo_m"), name="still")
     config = dataclasses.replace(who.lo.config, lam1=0.0)
     lo = type(who.lo)(config)
-    seen = experiments.watch(
-        dataclasses.replace(who, lo=lo), tasks.get("fashion8_mlp_w8_d3"), 5, [0], [1, 4],
-        tmp_path / "watch.json",
-    )  # fmt: skip
+    look = Job(dataclasses.replace(who, lo=lo), "fashion8_mlp_w8_d3", 5, at=(1, 4))
+    seen = Cells(tmp_path).watched(look)
     assert all(change == 0 for layer in seen.values() for change, _ in layer)
     assert all(norm > 0 for _, norm in seen["layers.0"])
