@@ -197,10 +197,9 @@ class Cells:
             self.seen = {tuple(k.split(", ")): v for k, v in known.items()}
 
     def fill(self, jobs: Iterable[Job], desc: str = "training") -> None:
-        """Train what is missing, the longest first."""
+        """Train what is missing."""
         todo = [missing for job in jobs if (missing := self._missing(job))]
-        todo.sort(key=Job.cost, reverse=True)
-        for job, results in tqdm(self._run(todo), total=len(todo), desc=desc, disable=not todo):
+        for job, results in self.train(todo, desc):
             kept = self.seen if job.at else self.rows
             kept |= dict(zip(job.keys(), results, strict=True))
             self.save()
@@ -224,8 +223,12 @@ class Cells:
         seeds = tuple(seed for seed, key in pairs if key not in self.rows)
         return dataclasses.replace(job, seeds=seeds) if seeds else None
 
-    def _run(self, jobs: list[Job]) -> Iterator[tuple[Job, list]]:
-        """Jobs with their results, as these come."""
+    def train(self, jobs: list, desc: str) -> Iterator[tuple]:
+        """Jobs, which have `cost` and `run`, with their results as these come; longest first."""
+        jobs = sorted(jobs, key=lambda job: job.cost(), reverse=True)
+        return tqdm(self._run(jobs), total=len(jobs), desc=desc, disable=not jobs)
+
+    def _run(self, jobs: list) -> Iterator[tuple]:
         if min(self.processes, len(jobs)) <= 1:
             yield from ((job, job.run(self.device)) for job in jobs)
             return

@@ -4,6 +4,8 @@
     python evaluate.py validate runs/*/lo.pt             # on tasks kept for choosing among seeds
     python evaluate.py choose mulo_m runs/mulo_m_desk_seed*    # the best of these into weights/
     python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw muadam
+    python evaluate.py width                             # one of the paper's claims; see --help
+    python evaluate.py all                               # all of them, and RESULTS.md
 
 Nets of all seeds and configurations are trained side by side (`stacked.py`).
 """
@@ -22,10 +24,14 @@ import baselines
 import checkpoints
 import metatrain
 import mulo
+import report
 import ship
 import tasks
+from ablate import ablate
 from cells import Cells, Job, contender
 from experiments import EXPERIMENTS, SUITES
+
+EXPERIMENTS = EXPERIMENTS | {"ablate": ablate}
 
 
 def task(args: argparse.Namespace) -> str:
@@ -102,8 +108,9 @@ def main() -> None:
     p.add_argument("--seeds", type=int, default=5)
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
     _of_a_run(p)
-    for name, run in EXPERIMENTS.items():
-        p = sub.add_parser(name, help=run.__doc__.split(":")[0].rstrip("."))
+    about = {name: run.__doc__.split("\n")[0].rstrip(".") for name, run in EXPERIMENTS.items()}
+    for name, text in (about | {"all": "all of these, and RESULTS.md"}).items():
+        p = sub.add_parser(name, help=text[0].lower() + text[1:])
         p.add_argument("--scale", choices=SUITES, default="desk")
         _of_a_run(p)
     args = parser.parse_args()
@@ -114,10 +121,16 @@ def main() -> None:
             tune(args)
         elif args.what == "task":
             print(task(args))
-        elif args.what in EXPERIMENTS:
+        elif args.what in EXPERIMENTS or args.what == "all":
             args.out.mkdir(parents=True, exist_ok=True)
             cells = Cells(args.out, args.device, args.processes)
-            print(EXPERIMENTS[args.what](SUITES[args.scale], cells, args.out))
+            names = EXPERIMENTS if args.what == "all" else [args.what]
+            for name in names:
+                found = EXPERIMENTS[name](SUITES[args.scale], cells, args.out)
+                report.keep(found, name, args.out)
+                print(found.said)
+            if args.what == "all":
+                report.write(args.out, args.out.parent / "RESULTS.md")
         elif args.what == "validate":
             for file in args.files:
                 scores = ship.validate(mulo.load(file), checkpoints.about(file)["recipe"])

@@ -1,6 +1,7 @@
-"""The paper's claims, each tested by an experiment: a table, a figure, a sentence.
+"""The paper's claims, each tested by an experiment: a table, a figure, a sentence, checks.
 
-    said = width(Suite(), Cells(Path("results")), Path("results"))
+    found = width(Suite(), Cells(Path("results")), Path("results"))
+    print(found.said, found.checks)
 
 Paper: section 5. `python evaluate.py width` and so on run them. Everything that trains a net goes
 through `Cells`, so a second run only draws. Where a net diverged, its loss counts as that of
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,12 +19,21 @@ from torch import Tensor
 
 import tasks
 from cells import Cells, Contender, Job, contender
-from checkpoints import write_atomically
-
-LABELS = {
-    "mulo_m": "μLO_M", "mulo_s": "μLO_S", "muvelo_m": "μVeLO_M", "lo_m": "LO_M", "lo_s": "LO_S",
-    "velo_m": "VeLO_M", "adamw": "AdamW", "muadam": "μAdam",
-}  # fmt: skip
+from report import (
+    Finding,
+    colour,
+    draw_curve,
+    draw_ends,
+    end,
+    falls,
+    figure,
+    label,
+    ordered,
+    save,
+    summary,
+    worse,
+    write_table,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,92 +76,14 @@ SMOKE = Suite(
 SUITES = {"desk": Suite(), "paper": PAPER, "smoke": SMOKE}
 
 
-def end(losses: Tensor, share: float = 1.0) -> Tensor:
-    """The final loss of each net, (seeds,): mean of the last tenth before `share` of the run."""
-    last = max(1, round(share * len(losses)))
-    return losses[max(0, last - max(1, round(share * len(losses)) // 10)) : last].mean(0)
-
-
-def summary(x: Tensor) -> tuple[float, float]:
-    """Mean and standard error over seeds."""
-    return float(x.mean()), float(x.std() / math.sqrt(len(x))) if len(x) > 1 else 0.0
-
-
-def label(who: Contender | str) -> str:
-    name = who if isinstance(who, str) else who.name
-    return LABELS.get(name, name)
-
-
-# ---------------------------------------------------------------- figures and tables
-
-
-def figure(panels: int, height: float = 3.6):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(
-        1, panels, figsize=(4.4 * panels, height), constrained_layout=True, squeeze=False
-    )
-    return fig, list(axes[0])
-
-
-def save(fig, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    write_atomically(path, lambda file: fig.savefig(file, dpi=120))
-    plt.close(fig)
-
-
-def write_table(path: Path, head: list[str], rows: list[list]) -> None:
-    lines = [",".join(map(str, row)) for row in [head, *rows]]
-    write_atomically(path, "\n".join(lines) + "\n")
-
-
-def colour(name: str) -> str:
-    """An optimizer has the same colour in every figure."""
-    order = list(LABELS)
-    return f"C{order.index(name)}" if name in order else "0.4"
-
-
-def draw_ends(ax, x: list[int], ends: list[Tensor], name: str) -> None:
-    """Final losses with error bars; a cross at the top where a net diverged."""
-    values = [summary(e) for e in ends]
-    means, errors = [m for m, _ in values], [s for _, s in values]
-    ax.errorbar(
-        x, means, errors, marker="o", markersize=4, capsize=2, label=label(name), color=colour(name)
-    )
-    gone = [a for a, m in zip(x, means, strict=True) if math.isnan(m)]
-    top = [0.98 - 0.03 * len(ax.lines) % 0.2] * len(gone)
-    ax.plot(gone, top, "x", color=colour(name), transform=ax.get_xaxis_transform())
-
-
-def draw_curve(ax, losses: Tensor, until: float, name: str) -> None:
-    """The mean training curve over seeds; its last point is at `until`."""
-    times = torch.arange(1, len(losses) + 1) * until / len(losses)
-    ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
-
-
 def guess(kind: str) -> float:
     """The loss of guessing."""
     return math.log(tasks.get(f"{kind}_w8_d3").classes)
 
 
-def ordered(ends: dict[str, float]) -> str:
-    """Final losses, best first; what diverged is last."""
-    order = sorted(ends, key=lambda n: (math.isnan(ends[n]), ends[n]))
-    return ", ".join(
-        f"{label(n)} {'diverged' if math.isnan(ends[n]) else f'{ends[n]:.3f}'}" for n in order
-    )
-
-
-# ---------------------------------------------------------------- experiments
-
-
-def width(suite: Suite, cells: Cells, out: Path) -> str:
-    """Final loss against width, and training curves at the largest (the paper's figures 1c, 4)."""
-    who, rows, said = suite.contenders(), [], []
+def width(suite: Suite, cells: Cells, out: Path) -> Finding:
+    """Final loss against width, and training curves at the largest width."""
+    who, rows, said, checks = suite.contenders(), [], [], {}
     jobs = {
         (kind, w, c.name): suite.job(c, f"{kind}_w{w}_d3")
         for kind in suite.kinds for w in suite.widths for c in who
@@ -174,24 +105,39 @@ def width(suite: Suite, cells: Cells, out: Path) -> str:
         axes[2 * k + 1].set(xlabel="step", ylabel="loss", title=f"{kind}, width {suite.widths[-1]}")
         axes[2 * k + 1].set_ylim(top=1.2 * guess(kind))
         said.append(_width_sentence(kind, suite, ends))
+        checks |= _width_checks(kind, suite, ends)
     axes[0].legend(fontsize=8)
     save(fig, out / "width.png")
     write_table(out / "width.csv", ["kind", "optimizer", "width", "loss", "stderr"], rows)
-    return "\n".join(said)
+    return Finding("\n".join(said), checks)
 
 
 def _width_sentence(kind: str, suite: Suite, ends: dict[str, list[Tensor]]) -> str:
     parts = []
     for name, found in ends.items():
-        values = [summary(e) for e in found]
-        falls = all(b <= a + math.hypot(s, t) for (a, s), (b, t) in pairwise(values))
-        shape = "falls throughout" if falls else "does not fall throughout"
-        parts.append(f"{label(name)} {values[0][0]:.3f} -> {values[-1][0]:.3f} ({shape})")
+        first, last = summary(found[0])[0], summary(found[-1])[0]
+        shape = "falls throughout" if falls(found) else "does not fall throughout"
+        parts.append(f"{label(name)} {first:.3f} -> {last:.3f} ({shape})")
     return f"{kind}, width {suite.widths[0]} to {suite.widths[-1]}: " + "; ".join(parts) + "."
 
 
-def rank(suite: Suite, cells: Cells, out: Path) -> str:
-    """Average rank over tasks at each column's width, at 1, 3 and 5 horizons (table 1).
+def _width_checks(kind: str, suite: Suite, ends: dict[str, list[Tensor]]) -> dict[str, bool]:
+    checks = {}
+    for mu, sp in (("mulo_m", "lo_m"), ("muvelo_m", "velo_m")):
+        if mu in ends and sp in ends:
+            beyond = [k for k, w in enumerate(suite.widths) if w > 4 * suite.widest]
+            worst = all(worse(ends[sp][k], ends[mu][k]) for k in beyond)
+            top = f"width {suite.widths[-1]}"
+            checks |= {
+                f"{kind}: the loss of {label(mu)} falls up to {top}": falls(ends[mu]),
+                f"{kind}: {label(sp)} is worse at every width beyond {4 * suite.widest}": worst,
+                f"{kind}: {label(sp)} has stopped improving by {top}": not falls(ends[sp]),
+            }
+    return checks
+
+
+def rank(suite: Suite, cells: Cells, out: Path) -> Finding:
+    """Average rank over tasks at each column's width, at 1, 3 and 5 horizons.
 
     VeLO is told how long it will train: at 3 horizons, seen in the run of 5, it is midway.
     """
@@ -213,16 +159,22 @@ def rank(suite: Suite, cells: Cells, out: Path) -> str:
         for k, c in enumerate(who)
     ]
     write_table(out / "rank.csv", head, rows)
-    said = []
+    said, checks = [], {}
     for t in times:
         average = torch.stack([mean[t, w] for w in suite.columns]).mean(0)
-        order = [f"{label(who[k])} {float(average[k]):.2f}" for k in average.argsort().tolist()]
-        said.append(f"Average rank after {t} horizon(s), best first: {', '.join(order)}.")
-    return "\n".join(said)
+        order = average.argsort().tolist()
+        names = [who[k].name for k in order]
+        parts = [f"{label(who[k].name)} {float(average[k]):.2f}" for k in order]
+        said.append(f"Average rank after {t} horizon(s), best first: {', '.join(parts)}.")
+        two = {"mulo_m", "muvelo_m"} == {*names[:2]}
+        checks[f"μLO_M and μVeLO_M have the two best average ranks after {t} horizon(s)"] = two
+        checks[f"the SP optimizers LO_M and VeLO_M are last after {t} horizon(s)"] = {
+            "lo_m", "velo_m"} == {*names[-2:]}  # fmt: skip
+    return Finding("\n".join(said), checks)
 
 
-def depth(suite: Suite, cells: Cells, out: Path) -> str:
-    """Nets of 3 to 16 layers (figure 5)."""
+def depth(suite: Suite, cells: Cells, out: Path) -> Finding:
+    """Nets of 3 to 16 layers."""
     who, kind, rows = suite.contenders(), suite.kinds[0], []
     names = [f"{kind}_w{suite.widest}_d{d}" for d in suite.depths]
     cells.fill([suite.job(c, name) for name in names for c in who], "depth")
@@ -245,12 +197,19 @@ def depth(suite: Suite, cells: Cells, out: Path) -> str:
     axes[0].legend(fontsize=8)
     save(fig, out / "depth.png")
     write_table(out / "depth.csv", ["kind", "optimizer", "depth", "loss", "stderr"], rows)
-    return f"{suite.depths[-1]} layers, final loss: {ordered(last)}."
+    checks = {}
+    for mu, sp in (("mulo_m", "lo_m"), ("muvelo_m", "velo_m")):
+        if mu in last and sp in last:
+            ahead = last[mu] < (math.inf if math.isnan(last[sp]) else last[sp])
+            checks[f"{label(mu)} is ahead of {label(sp)} at {suite.depths[-1]} layers"] = ahead
+    stable = last.get("mulo_m", math.nan) < guess(kind)
+    checks[f"μLO_M trains {suite.depths[-1]} layers stably"] = stable
+    return Finding(f"{suite.depths[-1]} layers, final loss: {ordered(last)}.", checks)
 
 
-def horizon(suite: Suite, cells: Cells, out: Path) -> str:
-    """Training for 25 horizons, at constant rates and under a cosine schedule (figure 6)."""
-    who, rows, said = suite.contenders(), [], []
+def horizon(suite: Suite, cells: Cells, out: Path) -> Finding:
+    """Training for 25 horizons, at constant rates and under a cosine schedule."""
+    who, rows, said, checks = suite.contenders(), [], [], {}
     name, longest = f"{suite.kinds[0]}_w{suite.widest}_d3", suite.horizons[-1]
     runs = [("constant", longest), *(("cosine", times) for times in suite.horizons)]
     cells.fill([suite.job(c, name, t, schedule) for schedule, t in runs for c in who], "horizon")
@@ -262,9 +221,15 @@ def horizon(suite: Suite, cells: Cells, out: Path) -> str:
             (mean, error), lowest = summary(end(losses)), float(losses.mean(1).min())
             rows.append([schedule, times, c.name, *(f"{x:.4f}" for x in (mean, error, lowest))])
             ends[c.name] = mean
+            if schedule == "constant" and c.name in ("mulo_m", "muvelo_m"):
+                claim = f"{label(c.name)} does not rise by more than 5% over {times} horizons"
+                checks[claim] = mean <= 1.05 * lowest
             if times == longest:
                 draw_curve(axes[schedule == "cosine"], losses, times, c.name)
         said.append(f"After {times} horizons, {schedule}: {ordered(ends)}.")
+        if schedule == "cosine" and "mulo_m" in ends:
+            level = ends["mulo_m"] <= 1.02 * ends["adamw"]
+            checks[f"μLO_M with cosine is level with AdamW with cosine, {times} horizons"] = level
     for ax, schedule in zip(axes, ("constant", "cosine"), strict=True):
         ax.set(xlabel="meta-trained horizons", ylabel="loss", title=f"{name}, {schedule}")
         ax.set_ylim(0, 1.0)
@@ -272,10 +237,10 @@ def horizon(suite: Suite, cells: Cells, out: Path) -> str:
     save(fig, out / "horizon.png")
     head = ["schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]
     write_table(out / "horizon.csv", head, rows)
-    return "\n".join(said)
+    return Finding("\n".join(said), checks)
 
 
-def coord(suite: Suite, cells: Cells, out: Path) -> str:
+def coord(suite: Suite, cells: Cells, out: Path) -> Finding:
     """Coordinate check over the first 500 steps: does the drift of a layer depend on width?"""
     who, kind = suite.contenders(), suite.kinds[0]
     widths = [w for w in suite.widths if w <= 16 * suite.widest]
@@ -285,7 +250,7 @@ def coord(suite: Suite, cells: Cells, out: Path) -> str:
     log_width = torch.tensor(widths).double().log()
     log_width -= log_width.mean()
     fig, axes = figure(len(who))
-    rows, verdicts = [], []
+    rows, verdicts, checks = [], [], {}
     for ax, c, some in zip(axes, who, jobs, strict=True):
         seen, worst = [cells.watched(job) for job in some], 0.0
         for layer in seen[0]:
@@ -297,16 +262,19 @@ def coord(suite: Suite, cells: Cells, out: Path) -> str:
             worst = max(worst, abs(mean)) if not math.isnan(mean) else math.inf
             ax.plot(widths, drift[:, -1], marker="o", label=f"{layer} ({mean:+.2f})")
         verdict = "pass" if worst <= 0.1 else "fail"
-        verdicts.append(f"{label(c)} {verdict} ({worst:.2f})")
-        ax.set(xscale="log", yscale="log", xlabel="width", title=f"{label(c)}: {verdict}")
+        verdicts.append(f"{label(c.name)} {verdict} ({worst:.2f})")
+        wanted = "passes" if c.rules else "fails"
+        checks[f"{label(c.name)} {wanted} the coordinate check"] = (worst <= 0.1) == bool(c.rules)
+        ax.set(xscale="log", yscale="log", xlabel="width", title=f"{label(c.name)}: {verdict}")
         ax.legend(fontsize=7)
     axes[0].set_ylabel(f"change of pre-activations, step {at[-1]}")
     save(fig, out / "coord.png")
     write_table(out / "coord.csv", ["optimizer", "layer", "slope", *(f"t={t}" for t in at)], rows)
-    return "Largest mean |slope| of log drift against log width: " + ", ".join(verdicts) + "."
+    said = "Largest mean |slope| of log drift against log width: " + ", ".join(verdicts) + "."
+    return Finding(said, checks)
 
 
-def stability(suite: Suite, cells: Cells, out: Path) -> str:
+def stability(suite: Suite, cells: Cells, out: Path) -> Finding:
     """L1 norms of first-layer pre-activations and logits: a deep net, and a long run."""
     who, kind = suite.contenders(), suite.kinds[0]
     deep, long = f"{kind}_w{suite.widest}_d{suite.depths[-1]}", f"{kind}_w{suite.widest}_d3"
@@ -332,8 +300,43 @@ def stability(suite: Suite, cells: Cells, out: Path) -> str:
     axes[0].legend(fontsize=7)
     save(fig, out / "stability.png")
     write_table(out / "stability.csv", ["task", "optimizer", "layer", "early", "late"], rows)
+    size = {(task, name, layer): float(late) for task, name, layer, _, late in rows}
+    first, checks = rows[0][2], {}
+    for title, (task, _) in cases.items():
+        if {"mulo_m", "lo_m"} <= {*suite.who}:
+            smaller = not size[task, "mulo_m", first] >= size[task, "lo_m", first]
+            checks[f"{title}: first-layer pre-activations are smaller with μLO_M than LO_M"] = (
+                smaller
+            )
     grown = [f"{label(r[1])} {r[3]} -> {r[4]}" for r in rows if r[0] == long]
-    return "Mean |first-layer pre-activation| and |logit|, early to late: " + ", ".join(grown) + "."
+    said = "Mean |first-layer pre-activation| and |logit|, early to late: " + ", ".join(grown)
+    return Finding(f"{said}.", checks)
 
 
-EXPERIMENTS = {f.__name__: f for f in (width, rank, depth, horizon, coord, stability)}
+def distribution(suite: Suite, cells: Cells, out: Path) -> Finding:
+    """One width in meta-training against three, with μP and without."""
+    who = [contender(name) for name in ("mulo_m", "mulo_s", "lo_m", "lo_s")]
+    widths, kind = [w for w in suite.widths if w <= 16 * suite.widest], suite.kinds[0]
+    jobs = {c.name: [suite.job(c, f"{kind}_w{w}_d3") for w in widths] for c in who}
+    cells.fill([job for some in jobs.values() for job in some], "distribution")
+    fig, axes = figure(1)
+    ends = {name: [end(cells.losses(job)) for job in some] for name, some in jobs.items()}
+    rows = []
+    for name, found in ends.items():
+        draw_ends(axes[0], widths, found, name)
+        for w, x in zip(widths, found, strict=True):
+            rows.append([kind, name, w, *(f"{v:.4f}" for v in summary(x))])
+    axes[0].set(xscale="log", xlabel="width", ylabel="final loss", title=kind)
+    axes[0].set_ylim(top=1.1 * guess(kind))
+    axes[0].legend(fontsize=8)
+    save(fig, out / "distribution.png")
+    write_table(out / "distribution.csv", ["kind", "optimizer", "width", "loss", "stderr"], rows)
+    last = {name: summary(found[-1])[0] for name, found in ends.items()}
+    checks = {
+        f"{label(a)} is ahead of {label(b)} at width {widths[-1]}": worse(ends[b][-1], ends[a][-1])
+        for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m"))
+    }
+    return Finding(f"{kind}, width {widths[-1]}, final loss: {ordered(last)}.", checks)
+
+
+EXPERIMENTS = {f.__name__: f for f in (width, rank, depth, horizon, coord, stability, distribution)}

@@ -57,6 +57,8 @@ class Recipe:
     # VeLO's factor RMS(W) on the update. DIVERGES: off in SP too, or output layers, which are 0 at
     # first, never move; μP rules it out.
     param_scale_mult: bool = False
+    eps: str = "reference"  # or "relative", "fan_in": see features.Eps
+    eps_rms: float = 1e-5  # in the normaliser of the features
     lam1: float = 0.01  # 0.001 in SP and for VeLO
     pairs: int = 8  # perturbations per task
     micro_batch: int = 4  # of these, how many advance at a time: less memory, same result
@@ -135,6 +137,8 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
         lstm_hidden=r.lstm_hidden,
         param_inits=r.param_inits,
         param_scale_mult=r.param_scale_mult,
+        eps=r.eps,
+        eps_rms=r.eps_rms,
     )
     kind = mulo.VeLO if r.net == "velo" else mulo.SmallFC
     return kind(config, torch.Generator().manual_seed(r.seed)).to(device)
@@ -356,6 +360,7 @@ def _parser() -> argparse.ArgumentParser:
             numbers.add_argument(flag, type=kind, metavar="N", help=values)
     numbers.add_argument("--widths", type=int, nargs="+", help="of the nets it is meta-trained on")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
+    numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
     return parser
 
 

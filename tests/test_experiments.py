@@ -8,11 +8,14 @@ import torch
 
 import baselines
 import cells as cells_module
+import evaluate
 import experiments
+import metatrain
+import report
 import stacked
 import tasks
 from cells import Cells, Job, contender
-from experiments import EXPERIMENTS, SMOKE
+from experiments import SMOKE
 
 SUITE = dataclasses.replace(SMOKE, who=("mulo_m", "adamw", "muadam"))
 
@@ -32,22 +35,29 @@ def tuned(tmp_path_factory):
     patch.undo()
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", evaluate.EXPERIMENTS)
 def test_smoke(name, tuned, tmp_path, monkeypatch):
     """A table, a figure, a sentence; and once more from the file alone, nothing trained."""
-    said = EXPERIMENTS[name](SUITE, Cells(tmp_path), tmp_path)
-    assert "μLO_M" in said
+    found = evaluate.EXPERIMENTS[name](SUITE, Cells(tmp_path), tmp_path)
+    assert "μLO_M" in found.said or "mulo_m" in found.said
     assert len((tmp_path / f"{name}.csv").read_text().splitlines()) > 3
     if name != "rank":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(stacked, "train", lambda *a, **k: pytest.fail("trained again"))
-    assert EXPERIMENTS[name](SUITE, Cells(tmp_path), tmp_path) == said
+    monkeypatch.setattr(metatrain, "Trainer", lambda *a, **k: pytest.fail("meta-trained again"))
+    assert evaluate.EXPERIMENTS[name](SUITE, Cells(tmp_path), tmp_path) == found
+    report.keep(found, name, tmp_path)
+    report.write(tmp_path, tmp_path / "RESULTS.md")
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert report.CLAIMS[name][0] in text
+    assert text.count("**no**") == text.count(f"- {report.CLAIMS[name][0]}: ")
+    assert text.count("**no**") == sum(not holds for holds in found.checks.values())
 
 
 def test_end_is_the_last_tenth():
     losses = torch.arange(50.0).unsqueeze(1)
-    assert float(experiments.end(losses)) == 47
-    assert float(experiments.end(losses, 0.2)) == 9
+    assert float(report.end(losses)) == 47
+    assert float(report.end(losses, 0.2)) == 9
 
 
 def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
@@ -56,7 +66,7 @@ def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
         for times in (1, 5):
             for key in SUITE.job(contender(who), "fashion8_mlp_w8_d3", times).keys():
                 cells.rows[key] = " ".join([str(loss)] * 50)
-    said = experiments.rank(SUITE, cells, tmp_path)
+    said = experiments.rank(SUITE, cells, tmp_path).said
     assert "after 1 horizon(s), best first: μLO_M 1.00, μAdam 2.00, AdamW 3.00." in said
     assert (tmp_path / "rank.csv").read_text().splitlines()[2] == "adamw,3.00,3.00,3.00"
 

@@ -1,0 +1,188 @@
+"""What each choice is worth: meta-training's numbers, epsilons, the μP rules, time, a schedule.
+
+    found = ablate(Suite(), Cells(Path("results")), Path("results"))      # `evaluate.py ablate`
+
+Variants of mulo_s, which is meta-trained in minutes on one width, each from a few seeds, are kept
+in results/ablate; other variants are the shipped mulo_m with something off. Paper: appendix C for
+the first; the rest goes beyond it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+import metatrain
+import mulo
+import mup
+from cells import Cells, Contender, Job, contender
+from experiments import Suite
+from report import Finding, draw_ends, end, figure, save, summary, write_table
+
+BASE = "mulo_s"
+META = {  # meta-training variants: changes to the recipe
+    "as shipped": {},
+    "eps_rms 0": {"eps_rms": 0.0},
+    "relative epsilons": {"eps": "relative"},
+    "lr / 3": {"lr": 1e-2 / 3, "lr_end": 1e-3 / 3},
+    "lr x 3": {"lr": 3e-2, "lr_end": 3e-3},
+    "lam1 0.001": {"lam1": 0.001},
+    "lam1 0.1": {"lam1": 0.1},
+    "half the steps": {"steps": 200},
+    "twice the steps": {"steps": 800},
+    "4 pairs": {"pairs": 4},
+    "16 pairs": {"pairs": 16},
+}
+WIDE = ("as shipped", "eps_rms 0", "relative epsilons")  # of these, more seeds and widths
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is run."""
+
+    changes: dict  # to every recipe
+    seeds: tuple[int, ...]  # of meta-training; the first two but for WIDE
+    widths: tuple[int, ...]
+    widest: int  # one net of it
+
+
+DESK = Sizes({}, (0, 1, 2), (64, 256, 1024), 4096)
+TINY = {"steps": 2, "pairs": 1, "unroll": 10, "shortest": 10, "truncation": 5}
+SMOKE = Sizes(TINY, (0,), (8,), 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A meta-training run, for `Cells`."""
+
+    recipe: metatrain.Recipe
+    path: Path
+
+    def cost(self) -> int:
+        return self.recipe.steps * self.recipe.pairs
+
+    def run(self, device: str = "cpu") -> None:
+        trainer = metatrain.Trainer(self.recipe, metatrain.new_lo(self.recipe, device))
+        for _ in range(self.recipe.steps):
+            trainer.advance()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        mulo.save(trainer.result(), self.path, recipe=dataclasses.asdict(self.recipe))
+
+
+def variants(sizes: Sizes, folder: Path) -> dict[str, list[Training]]:
+    """The meta-training runs behind each variant."""
+    found = {}
+    for name, changes in META.items():
+        seeds = sizes.seeds if name in WIDE else sizes.seeds[:2]
+        found[name] = []
+        for seed in seeds:
+            r = metatrain.recipe(BASE, seed=seed, **(changes | sizes.changes))
+            path = folder / f"{name.replace(' ', '_').replace('/', 'by')}_seed{seed}.pt"
+            found[name].append(Training(r, path))
+    return found
+
+
+def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
+    """Meta-training's numbers, epsilons, single μP rules, t_max and a schedule."""
+    sizes = SMOKE if suite.steps < 100 else DESK
+    trained = variants(sizes, out / "ablate")
+    missing = [x for some in trained.values() for x in some if not x.path.exists()]
+    for _ in cells.train(missing, "meta-training"):
+        pass
+    kind, seeds = suite.kinds[0], tuple(range(min(2, suite.seeds)))
+    rows, fig, axes = [], *figure(3)
+
+    def job(who: Contender, width: int, times: int = 1, schedule: str = "constant") -> Job:
+        few = seeds[:1] if width == sizes.widest else seeds
+        return Job(who, f"{kind}_w{width}_d3", times * suite.steps, schedule, few)
+
+    meta: dict[str, list[Contender]] = {
+        name: [Contender(f"{name}, seed {x.recipe.seed}", mup.ALL, mulo.load(x.path)) for x in some]
+        for name, some in trained.items()
+    }
+    shipped = contender("mulo_m")
+    rules = {"all rules": shipped} | {
+        f"without {rule}": dataclasses.replace(
+            shipped, name=f"mulo_m without {rule}", rules=tuple(r for r in mup.ALL if r != rule)
+        )
+        for rule in mup.ALL
+    }
+    no_limit = type(shipped.lo)(dataclasses.replace(shipped.lo.config, t_max=None))
+    no_limit.load_state_dict(shipped.lo.state_dict())
+    limits = {
+        "t_max": shipped,
+        "no t_max": dataclasses.replace(shipped, name="mulo_m without t_max", lo=no_limit),
+    }
+
+    widths = (*sizes.widths, sizes.widest)
+    jobs = [job(c, w) for some in meta.values() for c in some for w in sizes.widths]
+    jobs += [job(meta[name][0], sizes.widest) for name in WIDE]
+    jobs += [job(c, w) for c in rules.values() for w in widths]
+    timed = [(c, s) for c in limits.values() for s in ("constant", "cosine")]
+    jobs += [job(c, suite.widest, 5, s) for c, s in timed]
+    cells.fill(jobs, "ablate")
+
+    ends = {}  # variant: final losses at each width, over all nets and meta-seeds
+    for name, some in meta.items():
+        ends[name] = [torch.cat([end(cells.losses(job(c, w))) for c in some]) for w in sizes.widths]
+        if name in WIDE:
+            ends[name].append(end(cells.losses(job(some[0], sizes.widest))))
+    for name, c in rules.items():
+        ends[name] = [end(cells.losses(job(c, w))) for w in widths]
+    groups = {
+        "meta-training": ["as shipped", *(name for name in META if name not in WIDE)],
+        "epsilons": list(WIDE),
+        "μP rules": list(rules),
+    }
+    for ax, (title, names) in zip(axes, groups.items(), strict=True):
+        for k, name in enumerate(names):
+            draw_ends(ax, list(widths)[: len(ends[name])], ends[name], name, f"C{k}")
+            for w, x in zip(widths, ends[name], strict=False):
+                rows.append([title, name, w, 1, *(f"{v:.4f}" for v in summary(x)), len(x)])
+        ax.set(xscale="log", xlabel="width", ylabel="final loss", title=title)
+        ax.set_ylim(top=min(ax.get_ylim()[1], 2.5))
+        ax.legend(fontsize=7)
+    long = {}
+    for name, c in limits.items():
+        for schedule in ("constant", "cosine"):
+            x = end(cells.losses(job(c, suite.widest, 5, schedule)))
+            long[f"{name}, {schedule}"] = summary(x)[0]
+            values = (f"{v:.4f}" for v in summary(x))
+            rows.append(["time", f"{name}; {schedule}", suite.widest, 5, *values, len(x)])
+    save(fig, out / "ablate.png")
+    head = ["part", "variant", "width", "horizons", "loss", "stderr", "nets"]
+    write_table(out / "ablate.csv", head, rows)
+    return _finding(ends, long, sizes)
+
+
+def _finding(ends: dict, long: dict[str, float], sizes: Sizes) -> Finding:
+    last = {name: summary(x[-1])[0] for name, x in ends.items()}
+    top = {name: summary(x[len(sizes.widths) - 1])[0] for name, x in ends.items()}
+    said = [
+        f"Variants of {BASE}, width {sizes.widths[-1]}: "
+        + ", ".join(f"{name} {top[name]:.3f}" for name in META) + ".",
+        f"Epsilons, width {sizes.widest}: "
+        + ", ".join(f"{name} {last[name]:.3f}" for name in WIDE) + ".",
+        f"mulo_m, width {sizes.widest}: "
+        + ", ".join(f"{name} {last[name]:.3f}" for name in ends if name not in META) + ".",
+        "mulo_m after 5 horizons: " + ", ".join(f"{k} {x:.3f}" for k, x in long.items()) + ".",
+    ]  # fmt: skip
+    full = last["all rules"]
+    checks = {
+        "λ1 = 0.01 is ahead of 0.001 and 0.1": top["as shipped"]
+        <= min(top["lam1 0.001"], top["lam1 0.1"]),
+        "t_max helps beyond the horizon": long["t_max, constant"] <= long["no t_max, constant"],
+        "a cosine schedule helps beyond the horizon": long["t_max, cosine"]
+        <= long["t_max, constant"],
+        "relative epsilons are ahead of the reference's on the widest net": last[
+            "relative epsilons"
+        ]
+        <= last["as shipped"],
+    }
+    for rule in mup.ALL:
+        without = last[f"without {rule}"]
+        name = f"without the rule on {rule} the widest net ends worse"
+        checks[name] = not without <= full
+    return Finding("\n".join(said), checks)

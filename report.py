@@ -1,0 +1,199 @@
+"""What evaluation shows: figures, tables, and RESULTS.md, which is written from them.
+
+    write(Path("results"), Path("RESULTS.md"))          # `python evaluate.py report`
+
+An experiment leaves three files in results/: its table (.csv), its figure (.png) and what it found
+(.json: a sentence and the claims it checked). RESULTS.md puts them together with what the paper
+says, so its numbers are those of the files; tests draw both again from results/losses.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from checkpoints import write_atomically
+
+LABELS = {
+    "mulo_m": "μLO_M", "mulo_s": "μLO_S", "muvelo_m": "μVeLO_M", "lo_m": "LO_M", "lo_s": "LO_S",
+    "velo_m": "VeLO_M", "adamw": "AdamW", "muadam": "μAdam",
+}  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """What an experiment says, and which of the claims it tests hold."""
+
+    said: str
+    checks: dict[str, bool]
+
+
+def end(losses: Tensor, share: float = 1.0) -> Tensor:
+    """The final loss of each net, (seeds,): mean of the last tenth before `share` of the run."""
+    last = max(1, round(share * len(losses)))
+    return losses[max(0, last - max(1, round(share * len(losses)) // 10)) : last].mean(0)
+
+
+def summary(x: Tensor) -> tuple[float, float]:
+    """Mean and standard error over seeds."""
+    return float(x.mean()), float(x.std() / math.sqrt(len(x))) if len(x) > 1 else 0.0
+
+
+def label(name: str) -> str:
+    return LABELS.get(name, name)
+
+
+# ---------------------------------------------------------------- figures and tables
+
+
+def figure(panels: int, height: float = 3.6):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(
+        1, panels, figsize=(4.4 * panels, height), constrained_layout=True, squeeze=False
+    )
+    return fig, list(axes[0])
+
+
+def save(fig, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    write_atomically(path, lambda file: fig.savefig(file, dpi=120))
+    plt.close(fig)
+
+
+def write_table(path: Path, head: list[str], rows: list[list]) -> None:
+    lines = [",".join(map(str, row)) for row in [head, *rows]]
+    write_atomically(path, "\n".join(lines) + "\n")
+
+
+def colour(name: str) -> str:
+    """An optimizer has the same colour in every figure."""
+    order = list(LABELS)
+    return f"C{order.index(name)}" if name in order else "0.4"
+
+
+def draw_ends(ax, x: list[int], ends: list[Tensor], name: str, c: str | None = None) -> None:
+    """Final losses with error bars; a cross at the top where a net diverged."""
+    c = c or colour(name)
+    values = [summary(e) for e in ends]
+    means, errors = [m for m, _ in values], [s for _, s in values]
+    ax.errorbar(x, means, errors, marker="o", markersize=4, capsize=2, label=label(name), color=c)
+    gone = [a for a, m in zip(x, means, strict=True) if math.isnan(m)]
+    top = [0.98 - 0.03 * len(ax.lines) % 0.2] * len(gone)
+    ax.plot(gone, top, "x", color=c, transform=ax.get_xaxis_transform())
+
+
+def draw_curve(ax, losses: Tensor, until: float, name: str) -> None:
+    """The mean training curve over seeds; its last point is at `until`."""
+    times = torch.arange(1, len(losses) + 1) * until / len(losses)
+    ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
+
+
+def falls(ends: list[Tensor]) -> bool:
+    """Whether final losses fall from each to the next, within their standard errors."""
+    values = [summary(e) for e in ends]
+    return all(b <= a + math.hypot(s, t) for (a, s), (b, t) in pairwise(values))
+
+
+def worse(a: Tensor, b: Tensor) -> bool:
+    """Whether the mean final loss a is above b; what diverged is above all."""
+    return not float(a.nan_to_num(math.inf).mean()) <= float(b.nan_to_num(math.inf).mean())
+
+
+def ordered(ends: dict[str, float]) -> str:
+    """Final losses, best first; what diverged is last."""
+    order = sorted(ends, key=lambda n: (math.isnan(ends[n]), ends[n]))
+    return ", ".join(
+        f"{label(n)} {'diverged' if math.isnan(ends[n]) else f'{ends[n]:.3f}'}" for n in order
+    )
+
+
+# ---------------------------------------------------------------- RESULTS.md
+
+CLAIMS = {  # experiment: title, what the paper says
+    "width": ("Wider nets", """
+The final loss of μLOs falls with width far beyond the widths of meta-training; LOs in standard
+parametrization stop improving or diverge (figures 1 and 4)."""),
+    "rank": ("Average rank", """
+At widths 2048 to 8192, μLO_M and μVeLO_M have the two best average ranks (1.2 to 2.6), tuned AdamW
+and μAdam follow (2.2 to 4.4), VeLO_M and LO_M are last (4.0 to 6.0) (table 1)."""),
+    "distribution": ("Meta-training on one width or on three", """
+μLO_M, meta-trained on three widths, generalizes better than μLO_S, meta-trained on one, and both
+better than LOs in SP (figure 3)."""),
+    "depth": ("Deeper nets", """
+At 16 layers μLO_M and μVeLO_M train stably and beat LO_M and VeLO_M; on the deep MLP, LO_M diverges
+at once (figure 5)."""),
+    "horizon": ("Longer training", """
+Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop or
+diverge (figure 6). There is no schedule on μLOs in the paper; here every optimizer runs twice, at a
+constant rate and under one cosine schedule, for which AdamW and μAdam are tuned anew."""),
+    "coord": ("Coordinate check", """
+Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
+grows with it (figure 2, appendix)."""),
+    "stability": ("Stable activations", """
+In deep nets and long runs, first-layer pre-activations and logits stay small with μLO_M and grow
+with LO_M (appendix)."""),
+    "ablate": ("Ablations", """
+λ1 = 0.01 is the best of 0.001, 0.01 and 0.1 for μLOs; more steps or perturbations gain little
+(appendix). Epsilons, single μP rules, the limit of the time features and a schedule are not varied
+in the paper."""),
+}  # fmt: skip
+HEAD = """# Results
+
+Written by `python evaluate.py all` from the files in [results](results): the shipped optimizers,
+meta-trained for 500 steps on 8x8 Fashion-MNIST at widths 16, 32 and 64, on that data and on a data
+set they have not seen (labels of a random teacher), 5 seeds, against AdamW and μAdam tuned over the
+paper's grids. Final loss: mean training loss over the last tenth of a run; errors: standard error
+over seeds. The same commands with `--scale paper --device cuda` are for the paper's sizes, and have
+not been run.
+
+## What did not reproduce
+"""
+
+
+def keep(found: Finding, name: str, out: Path) -> None:
+    """What an experiment found, for `write`."""
+    text = json.dumps(found._asdict(), indent=1, ensure_ascii=False)
+    write_atomically(out / f"{name}.json", text + "\n")
+
+
+def table(path: Path) -> list[str]:
+    """A .csv as Markdown."""
+    with open(path, newline="") as file:
+        head, *rows = csv.reader(file)
+    rows = [[label(x) for x in row] for row in rows]
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def section(name: str, results: Path, checks: dict[str, bool], said: str) -> list[str]:
+    title, paper = CLAIMS[name]
+    lines = [f"## {title}", "", f"**Paper.** {paper.strip()}", ""]
+    lines += [f"**Here** (`python evaluate.py {name}`). " + said.replace("\n", "\n\n"), ""]
+    lines += [f"- {'yes' if holds else '**no**'}: {claim}" for claim, holds in checks.items()]
+    if (results / f"{name}.png").exists():
+        lines += ["", f"![{title}]({results.name}/{name}.png)"]
+    rows = table(results / f"{name}.csv")
+    lines += ["", f"<details><summary>{name}.csv, {len(rows) - 2} rows</summary>", ""]
+    return [*lines, *rows, "", "</details>", ""]
+
+
+def write(results: Path, path: Path) -> None:
+    """RESULTS.md, from the files that experiments left."""
+    lines, failed = [], []
+    for name, (title, _) in CLAIMS.items():
+        if (results / f"{name}.json").exists():
+            found = json.loads((results / f"{name}.json").read_text())
+            lines += section(name, results, found["checks"], found["said"])
+            failed += [f"- {title}: {x}" for x, holds in found["checks"].items() if not holds]
+    failed = failed or ["Every claim below held."]
+    write_atomically(path, "\n".join([HEAD, *failed, "", *lines]))
