@@ -34,6 +34,15 @@ from features import Accumulators, Eps, LossBuffer, Rates, Scales
 from lo import LO, Folded, LOConfig, Net
 
 STEPS = ("matrix", "tall", "tensor", "vector")
+USES = {
+    "matrix": "rank 2 with m <= n",
+    "tall": "rank 2 with m >= n, as torch's (out, in) if equal",
+    "tensor": "rank 3 or more: n the largest axis, m the next, e the others",
+    "vector": "rank 0 and 1",
+    "net": "features -> d, m",
+    "stats": "what the LSTM sees of a tensor",
+    "hyper": "the LSTM over all tensors, which makes their networks",
+}
 DIMS = {"matrix": (-2, -1), "tall": (-1, -2), "tensor": (-2, -1), "vector": None}
 CHATTER = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn")
 
@@ -63,7 +72,8 @@ class Graph(nn.Module):
         """Example sizes, all different and none of them a size that is fixed."""
         fixed = {d for shape in self.inputs.values() for d in shape} | {self.config.hidden_size}
         free = [k for k in (3, 5, 7, 11, 13, 19, 23, 31, 37) if k not in fixed]
-        return dict(zip("bemnT", free, strict=False))
+        order = "benmT" if self.kind == "tall" else "bemnT"
+        return dict(zip(order, free, strict=False))
 
     def example(self) -> tuple[Tensor, ...]:
         sizes = self.sizes()

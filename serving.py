@@ -125,6 +125,7 @@ class Session:
             raise RuntimeError(cannot)
         text = self.session.get_modelmeta().custom_metadata_map.get("mulo", "")
         self.config, self.device = read_config(text, path), torch.device(device)
+        self.kind = self.session.get_modelmeta().graph_name
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}
         self.outputs = {x.name: tuple(x.shape) for x in self.session.get_outputs()}
         self.binding = self.session.io_binding()
@@ -150,6 +151,10 @@ class Session:
                     f"{name} must be contiguous, not empty and {shape} with {sizes}, "
                     f"not {tuple(x.shape)}."
                 )
+        m, n = sizes.get("m"), sizes.get("n")
+        if (self.kind == "matrix" and m > n) or (self.kind == "tall" and m < n):
+            other = "matrix" if self.kind == "tall" else "tall"
+            raise ValueError(f"a {m} x {n} tensor is not for the {self.kind} graph: use {other}.")
         for name in finite:
             check_finite(name, inputs[name])
         return sizes
