@@ -36,6 +36,7 @@ import lo
 import metatrain
 import mulo
 import pes
+import rule
 import tasks
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
@@ -94,7 +95,7 @@ def literal(params: list[nn.Parameter], net: mulo.LO) -> Callable[[], None]:
             dims = features.factored_dims(p.shape)
             acc = state.get(p) or features.init_accumulators(p[None], dims)
             one = torch.ones(1)
-            state[p], new = lo.literal_step(
+            state[p], new = rule.literal_step(
                 net.config, phi, acc, p[None], p.grad[None], t, one, dims
             )
             p.copy_(new[0])
@@ -206,7 +207,7 @@ def straightforward(particles: pes.Particles) -> Callable:
         acc = features.Accumulators(*(x[None] for x in acc))
         scale = torch.full((1,), opt.scale[name])
         rest = (p[None], g[None], t[None], scale, opt.dims[name])
-        acc, p = lo.literal_step(opt.config, phi, acc, *rest)
+        acc, p = rule.literal_step(opt.config, phi, acc, *rest)
         return tuple(x[0] for x in acc), p[0]
 
     def inner_step(phi: dict, batch: tuple) -> torch.Tensor:

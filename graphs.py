@@ -30,8 +30,10 @@ from torch.export import Dim
 
 import features
 import lo as lo_module
+import rule
 from features import Accumulators, Eps, LossBuffer, Rates, Scales
-from lo import LO, Folded, LOConfig, Net
+from lo import LO, LOConfig
+from rule import Folded, Net
 
 STEPS = ("matrix", "tall", "tensor", "vector")
 USES = {
@@ -89,16 +91,16 @@ def generated(config: LOConfig, symbol: str) -> dict[str, tuple]:
 
 
 class Step(Graph):
-    """The whole step, by lo.step: features, network, update; state in and state out."""
+    """The whole step, by rule.step: features, network, update; state in and state out."""
 
     outputs = tuple(f"new_{x}" for x in ("param", "second_moment", "momentum", "row", "col"))
 
     def __init__(self, lo: LO, kind: str):
         velo = lo.config.net == "velo"
         if velo:
-            rates, weights = lo_module.rates_of(lo.config, {"w0": torch.zeros(1)}), {}
+            rates, weights = rule.rates_of(lo.config, {"w0": torch.zeros(1)}), {}
         else:  # decays are settled here: exp in another runtime would cost 1 - beta its digits
-            net = lo_module.prepare(lo.config, lo_module.stacked(lo))
+            net = rule.prepare(lo.config, lo_module.stacked(lo))
             rates, names = net.rates, ("dense", "row", "col", "time", "bias")
             weights = {f"phi_{k}": getattr(net, k) for k in names}
             for k, pair in enumerate(net.layers):
@@ -123,7 +125,7 @@ class Step(Graph):
         rates = Rates(self.rate_M, self.rate_V, self.rate_rc)
         if self.config.net == "velo":
             phi = {k: w for k, w in more.items() if k[0] in "wb"}
-            return dataclasses.replace(lo_module.prepare(self.config, phi), rates=rates)
+            return dataclasses.replace(rule.prepare(self.config, phi), rates=rates)
         layers = range(self.config.hidden_layers)
         return Net(
             self.config,
@@ -166,7 +168,7 @@ class Step(Graph):
         *more: Tensor,
     ) -> tuple[Tensor, ...]:
         more = dict(zip(list(self.inputs)[8:], more, strict=True))
-        acc, new_param = lo_module.step(
+        acc, new_param = rule.step(
             self.net(step, more),
             Accumulators(momentum, second_moment, *self.turn(row, col)),
             param,
@@ -182,7 +184,7 @@ class Step(Graph):
     def accumulate(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         """Everything but the dense features: new accumulators, and what those features need."""
         acc = Accumulators(x["momentum"], x["second_moment"], *self.turn(x["row"], x["col"]))
-        _, acc, _, g, s = lo_module.accumulate(
+        _, acc, _, g, s = rule.accumulate(
             self.net(x["step"], x), acc, x["param"], x["grad"], self.dims, self.eps_scale(x)
         )
         row, col = self.turn_back(acc.r, acc.c)
@@ -212,7 +214,7 @@ class Step(Graph):
         eps = Eps(self.config.eps, self.config.eps_rms, self.eps_scale(x))
         r, c = self.turn(x["new_row"], x["new_col"])
         rate = self.rate(x["lr_scale"], x["param"])
-        folded = lo_module.fold(self.net(x["step"], x), ms, r, c, rate, eps)
+        folded = rule.fold(self.net(x["step"], x), ms, r, c, rate, eps)
         first = (folded.col, folded.row) if self.kind == "tall" else (folded.row, folded.col)
         new = {"first_m": first[0], "first_n": first[1], "fold_w0": folded.w0}
         for k, pair in enumerate(folded.layers, 1):

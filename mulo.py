@@ -8,8 +8,8 @@
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
 This file is the Optimizer and the public names. The order to read: `features.py` (what the
-optimizer sees), `lo.py` (the networks and the step), `mup.py` (the rules of section 4), then this
-file; `checkpoints.py` has the files.
+optimizer sees), `lo.py` (the networks), `rule.py` (the step), `mup.py` (the rules of section 4),
+then this file; `checkpoints.py` has the files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 import features
 import lo as lo_module
+import rule
 from checkpoints import from_pylo, from_reference, load, save
 from features import Accumulators, Dims, LossBuffer
-from lo import LO, LOConfig, Net, Phi, SmallFC, VeLO
+from lo import LO, LOConfig, Phi, SmallFC, VeLO
 from mup import RULES, Readout, infer_roles, init_, param_groups
+from rule import Net
 
 __all__ = [
     "LO",
@@ -155,14 +157,14 @@ class MuLO(torch.optim.Optimizer):
         if self.lo.config.net == "velo":
             return self._generate(buckets, loss)
         shared = {b.p.device: None for b in buckets}  # cut up once for all tensors
-        shared = {d: lo_module.prepare(self.lo.config, self._weights(d)) for d in shared}
+        shared = {d: rule.prepare(self.lo.config, self._weights(d)) for d in shared}
         return [(shared[b.p.device], 1.0) for b in buckets]
 
     def _advance(self, b: Bucket, net: Net, alpha: Tensor | float) -> Tensor | None:
         """Step a bucket in place; how many gradient entries were not finite, None if all were."""
         decayed = any(group["weight_decay"] for group in b.groups)
         fan_in = self.lo.config.eps == "fan_in"
-        return lo_module.step_(
+        return rule.step_(
             net.at(b.per_tensor(lambda group: group["step"])),
             b.acc,
             b.p,
@@ -200,7 +202,7 @@ class MuLO(torch.optim.Optimizer):
                 alike.setdefault(key, []).append((p, group))
         buckets = []
         for key, members in alike.items():
-            size = max(1, lo_module.block_entries(self.lo.config) // members[0][0].numel())
+            size = max(1, rule.block_entries(self.lo.config) // members[0][0].numel())
             for k in range(0, len(members), size):
                 buckets.append(self._bucket((key, k), *zip(*members[k : k + size], strict=True)))
         return buckets
@@ -271,7 +273,7 @@ class MuLO(torch.optim.Optimizer):
         """A bucket's generated weights, ready for the step, and the rates of its tensors."""
         if self.lo.config.param_scale_mult:
             alpha = alpha * (features.mean_squared(b.p) + 1e-9).sqrt()
-        return lo_module.prepare(self.lo.config, phi), alpha
+        return rule.prepare(self.lo.config, phi), alpha
 
     def _tensor_features(self, b: Bucket) -> Tensor:
         """What the LSTM sees of each tensor, (S, 12)."""

@@ -2,7 +2,7 @@
 
 onnxruntime runs one node at a time over whole tensors, and adds numbers one after another. Hence:
 
-  - The dense features of a large matrix would go through memory some twenty times. As in `lo.step_`
+  - The dense features of a large matrix would go through memory some twenty times. As in `rule.step_`
     they are formed in blocks that fit the cache, in two ONNX Loops: one for their mean squares, one
     for the network. `Builder` puts the pieces of `graphs.Step` together in that order. The size of
     a block is the initializer `block`, which `serving.Session` may replace.

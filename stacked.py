@@ -21,9 +21,11 @@ from torch import Tensor
 import features
 import lo as lo_module
 import mup
+import rule
 import tasks
 from features import Accumulators, LossBuffer, trailing
-from lo import LO, LOConfig, Net, Phi
+from lo import LO, LOConfig, Phi
+from rule import Net
 
 LARGE = 500_000  # entries of a stack on the CPU beyond which its step is in place, in blocks
 Theta = dict[str, Tensor]  # (P, *shape) each
@@ -79,7 +81,7 @@ class Learned:
 
     def prepare(self, phi: Phi) -> Net | Phi:
         """What `step` wants of phi, (P, ...) or (1, ...): done once for many steps."""
-        return phi if self.config.net == "velo" else lo_module.prepare(self.config, phi)
+        return phi if self.config.net == "velo" else rule.prepare(self.config, phi)
 
     def step(
         self,
@@ -104,10 +106,10 @@ class Learned:
             scale = lr * self.scale[name] * alpha * one
             args = (now, acc, p, grads[name], scale, self.dims[name])
             if p.numel() > LARGE and p.device.type == "cpu":
-                lo_module.step_(*args)
+                rule.step_(*args)
                 new_theta[name] = p
                 continue
-            acc, new_theta[name] = lo_module.step(*args)
+            acc, new_theta[name] = rule.step(*args)
             new |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         return new, new_theta
 
@@ -132,7 +134,7 @@ class Learned:
             size = [(features.mean_squared(p) + 1e-9).sqrt() for p in theta.values()]
             alpha = alpha * torch.stack(size, 1)
         nets = [
-            lo_module.prepare(config, {k: w[:, n] for k, w in weights.items()})
+            rule.prepare(config, {k: w[:, n] for k, w in weights.items()})
             for n in range(len(theta))
         ]
         return nets, alpha.unbind(1)

@@ -21,7 +21,7 @@ import onnxscript.optimizer
 import oracle
 import pytest
 import torch
-from test_lo import Net
+from test_rule import Net
 from torch import nn
 
 import checkpoints

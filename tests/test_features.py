@@ -9,7 +9,8 @@ from golden_files import GOLDEN, SMALL_FC, VELO, Golden, run
 import features
 import mulo
 from features import Eps
-from lo import LOConfig, rates_of, stacked
+from lo import LOConfig, stacked
+from rule import rates_of
 
 REFERENCE = Eps("reference", 1e-5)
 

@@ -8,6 +8,7 @@ import torch
 import lo as lo_module
 import mulo
 import mup
+import rule
 import stacked
 import tasks
 
@@ -72,8 +73,8 @@ def test_large_stacks_step_in_place(monkeypatch):
     """Beyond a size the blocked step is taken: the same losses."""
     lo = random_lo("small_fc", 0, lam1=0.1)
     small = stacked.train(TASK, lo, 8, [0, 1])
-    original, calls = lo_module.step_, []
-    monkeypatch.setattr(lo_module, "step_", lambda *a: (calls.append(a), original(*a))[1])
+    original, calls = rule.step_, []
+    monkeypatch.setattr(rule, "step_", lambda *a: (calls.append(a), original(*a))[1])
     monkeypatch.setattr(stacked, "LARGE", 100)
     large = stacked.train(TASK, lo, 8, [0, 1])
     torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,292 @@
+"""The update rule of a learned optimizer: one pure step, in two forms.
+
+    net = prepare(lo.config, stacked(lo))
+    acc, p = step(net.at(t), acc, p, g, scale, dims)
+
+Paper: eq. 2 and 3. The forms are equal to float32 rounding and tested so. `literal_step` builds
+every feature, normalises, runs the MLP: read that one. `step` is what runs, folded so that little
+memory moves:
+
+  - time features are the same for every parameter: their product with W0 joins the first bias;
+  - row and column features are vectors: their products with W0 are added by broadcasting;
+  - RMS normalisers are scalars per tensor: they scale the rows of W0, not the features.
+
+`step_` is `step` in place and in blocks that fit the cache, for the Optimizer: same formulas, no
+copies. All take a stack of S equal-shaped tensors and weights phi with a leading axis of 1 (shared)
+or S (one set per tensor: VeLO's generated weights, or the particles of meta-training).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+import features
+from features import Accumulators, Dims, Eps, Rates, Scales, trailing
+from lo import LOConfig, Phi, mlp
+
+BLOCK = 1_024_000  # floats per block of `step_`: amortises Python, yet fits the cache
+
+
+def rates_of(config: LOConfig, phi: Phi) -> Rates:
+    """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
+    zero = phi["w0"].new_zeros(1, 1)
+    return Rates(
+        features.mixing_rate(phi.get("momentum_decays", zero), features.BETA_M, clip=False),
+        features.mixing_rate(phi.get("rms_decays", zero), features.BETA_V, clip=True),
+        features.mixing_rate(phi.get("adafactor_decays", zero), features.BETA_RC, clip=True),
+    )
+
+
+def _setting(config: LOConfig, eps_scale: Tensor | float) -> tuple[Eps, float]:
+    """The epsilons, and where gradients are clipped (VeLO: 1000)."""
+    eps = Eps(config.eps, config.eps_rms, eps_scale)
+    return eps, 1000.0 if config.net == "velo" else features.G_MAX
+
+
+def literal_step(
+    config: LOConfig,
+    phi: Phi,  # w0 (S | 1, 39, h), b0 (S | 1, h), ...
+    acc: Accumulators,
+    p: Tensor,  # (S, *shape)
+    g: Tensor,  # (S, *shape)
+    t: Tensor,  # () or (S,), 0 at the first step
+    scale: Tensor,  # (S,): lr times the μP factor, times alpha for VeLO
+    dims: Dims,
+    decay: Tensor | float = 0.0,  # (S,): lr times weight decay
+    eps_scale: Tensor | float = 1.0,  # (S,): 1/fan_in with eps="fan_in", else 1
+) -> tuple[Accumulators, Tensor]:
+    """The step as the paper tells it: accumulate, build the features, normalise, MLP, update."""
+    eps, clip = _setting(config, eps_scale)
+    velo = config.net == "velo"
+    rates = rates_of(config, phi)
+    g, p = features.clean(g, clip), features.wide(p)
+    S, shape = len(p), p.shape[1:]
+
+    q = g.square()
+    M, V = features.accumulate(acc.M, acc.V, g, q, rates)
+    means = features.factored_means(q, dims, p.shape)
+    r, c = features.accumulate_factored(acc.r, acc.c, *means, rates, eps)
+
+    s = features.scales(trailing(V.flatten(1).mean(-1), V.ndim), r, c, dims, eps, velo)
+    parts = features.dense_features(p, g, M, V, s, config.feature_set)
+    parts += features.row_col_features(r, c, eps)
+    A_hat = torch.cat([x.expand(-1, -1, *shape).flatten(2).mT for x in parts], -1)
+    order = torch.tensor(list(chain(*features.feature_index(config.feature_set)))).argsort()
+    A_hat = A_hat[..., order]  # (S, n, 28), n = mn the entries of a tensor: the paper's A-hat
+    ms = A_hat.square().mean(1)  # (S, 28)
+    A = A_hat * features.inverse_rms(ms, eps).unsqueeze(1)
+    if not velo:
+        T = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)  # (S | 1, 1, 11)
+        A = torch.cat([A, T.expand(S, A.shape[1], -1)], -1)  # (S, n, 39)
+
+    d, m = mlp(phi, A, config.hidden_layers).unflatten(1, shape).unbind(-1)  # (S, *shape) each
+    update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
+    new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
+    return Accumulators(M, V, r, c), new_p
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """phi cut into the parts that the folded step needs: the same for every tensor of a model."""
+
+    config: LOConfig
+    rates: Rates
+    dense: Tensor  # (S | 1, h, D): the columns of W0 for the dense features
+    row: Tensor  # (S | 1, h, 6)
+    col: Tensor  # (S | 1, h, 6)
+    time: Tensor  # (S | 1, h, 11), or 0 wide for VeLO
+    bias: Tensor  # (S | 1, h): b0, and the time features once `at` has added them
+    layers: list[tuple[Tensor, Tensor]]  # w (S | 1, m, n), b (S | 1, m, 1)
+
+    def at(self, t: Tensor, timescales: Tensor | None = None) -> Net:
+        """The network at time t, () or (S,): 0 at the first step."""
+        if self.config.net == "velo":  # its time features go into the LSTM
+            return self
+        T = features.time_features(t.reshape(-1), self.config.t_max, self.config.spec, timescales)
+        return dataclasses.replace(self, bias=self.bias + (self.time @ T.unsqueeze(-1)).squeeze(-1))
+
+
+def prepare(config: LOConfig, phi: Phi) -> Net:
+    """Cut phi into a Net; `.at(t)` completes it."""
+    dense, row, col = features.feature_index(config.feature_set)
+    w0 = phi["w0"].mT  # (S | 1, h, 39)
+    hidden = range(1, config.hidden_layers + 1)
+    return Net(
+        config,
+        rates_of(config, phi),
+        *(w0[..., where] for where in (dense, row, col)),
+        w0[..., config.num_features - 11 :] if config.net == "small_fc" else w0[..., :0],
+        phi["b0"],
+        [(phi[f"w{k}"].mT, phi[f"b{k}"].unsqueeze(-1)) for k in hidden],
+    )
+
+
+@dataclasses.dataclass
+class Folded:
+    """The network with all that is not dense folded into its weights."""
+
+    w0: Tensor  # (S, h, D): dense features only
+    row: Tensor  # (S, h, *shape), size 1 along d0; the bias and time features are in here
+    col: Tensor  # (S, h, *shape), size 1 along d1
+    layers: list[tuple[Tensor, Tensor]]  # w (S, m, n), b (S, m, 1)
+
+    def first(self, X: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        """The first layer for a block: its dense features X (S, D, *block), its row and col."""
+        x = (row + col).flatten(2).baddbmm_(self.w0, X.flatten(2))
+        return x.unflatten(2, X.shape[2:])  # (S, h, *block)
+
+    def rest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """scale lam1 d and exp(lam2 m), (S, *block) each; X need not be kept for this."""
+        block, x = x.shape[2:], x.flatten(2)
+        for w, b in self.layers:
+            x = torch.baddbmm(b, w, x.relu_())
+        d, m = x.unflatten(2, block).unbind(1)
+        return d, m.exp()
+
+
+def fold(net: Net, ms: Tensor, r: Tensor, c: Tensor, scale: Tensor, eps: Eps) -> Folded:
+    """Fold mean squares of the dense features ms (S, D), r, c, lambdas and scale into the net."""
+
+    def first_layer(x: Tensor, w0: Tensor) -> Tensor:  # x (S, 6, *vector) -> (S, h, *vector)
+        norm = features.inverse_rms(features.mean_square(x), eps).unsqueeze(1)
+        return torch.matmul(w0 * norm, x.flatten(2)).unflatten(-1, x.shape[2:])
+
+    x_row, x_col = features.row_col_features(r, c, eps)
+    lam1, lam2 = net.config.lam1, net.config.lam2
+    out = torch.stack([lam1 * scale, torch.full_like(scale, lam2)], -1).unsqueeze(-1)  # (S, 2, 1)
+    *hidden, last = net.layers
+    return Folded(
+        net.dense * features.inverse_rms(ms, eps).unsqueeze(1),
+        first_layer(x_row, net.row) + trailing(net.bias, x_row.ndim),
+        first_layer(x_col, net.col),
+        [(w.expand(r.shape[0], -1, -1), b) for w, b in (*hidden, (last[0] * out, last[1] * out))],
+    )
+
+
+def accumulate(
+    net: Net, acc: Accumulators, p: Tensor, g: Tensor, dims: Dims, eps_scale: Tensor | float
+) -> tuple[Eps, Accumulators, Tensor, Tensor, Scales]:
+    """The new accumulators, p and g as float32 and clean, and what the dense features need."""
+    eps, clip = _setting(net.config, eps_scale)
+    g, p = features.clean(g, clip), features.wide(p)
+    q = g.square()
+    M, V = features.accumulate(acc.M, acc.V, g, q, net.rates)
+    means = features.factored_means(q, dims, p.shape)
+    r, c = features.accumulate_factored(acc.r, acc.c, *means, net.rates, eps)
+    V_mean = trailing(V.flatten(1).mean(-1), V.ndim) if eps.mode == "relative" else V
+    s = features.scales(V_mean, r, c, dims, eps, net.config.net == "velo")
+    return eps, Accumulators(M, V, r, c), p, g, s
+
+
+def step(
+    net: Net,  # prepare(config, phi).at(t)
+    acc: Accumulators,
+    p: Tensor,
+    g: Tensor,
+    scale: Tensor,
+    dims: Dims,
+    decay: Tensor | float = 0.0,
+    eps_scale: Tensor | float = 1.0,
+) -> tuple[Accumulators, Tensor]:
+    """The folded step, pure: arguments after `net` and result as in `literal_step`."""
+    eps, acc, p, g, s = accumulate(net, acc, p, g, dims, eps_scale)
+    X = torch.cat(features.dense_features(p, g, acc.M, acc.V, s, net.config.feature_set), 1)
+    net = fold(net, features.mean_square(X), acc.r, acc.c, scale, eps)  # X is (S, D, *shape)
+    d, e_m = net.rest(net.first(X, net.row, net.col))
+    if isinstance(decay, Tensor):
+        p = p - trailing(decay, p.ndim) * p
+    return acc, torch.addcmul(p, d, e_m, value=-1)  # eq. 3
+
+
+def block_entries(config: LOConfig) -> int:
+    """How many entries of a tensor make a block: as many as BLOCK floats are for."""
+    return BLOCK // (16 + config.hidden_size)
+
+
+def block_axis(shape: tuple[int, ...], entries: int) -> tuple[int, int]:
+    """Along which (negative) axis, and how long, to cut blocks of about `entries` from a tensor.
+
+    The first axis of which one slice is small enough, so that blocks are contiguous where they can
+    be.
+    """
+    slices = [math.prod(shape) // max(n, 1) for n in shape]
+    axis = next((k for k, n in enumerate(slices) if n <= entries), slices.index(min(slices)))
+    return axis - len(shape), max(1, entries // max(slices[axis], 1))
+
+
+def step_(
+    net: Net,
+    acc: Accumulators,
+    p: Tensor,
+    g: Tensor,
+    scale: Tensor,
+    dims: Dims,
+    decay: Tensor | float = 0.0,
+    eps_scale: Tensor | float = 1.0,
+) -> Tensor | None:
+    """`step`, in place on acc and p (p of any float dtype): three passes over cache-sized blocks.
+
+    Extra memory is one block's features and the first layer's products of rows and columns: a few
+    bytes per entry of a matrix, more for vectors, which are their own rows. Returns how many
+    entries of g are not finite, or None if the gradient was clean.
+    """
+    S, n = len(p), p[0].numel()
+    config, rates = net.config, net.rates
+    eps, clip = _setting(config, eps_scale)
+    bad = None
+    if g.device.type != "cpu" or not features.is_clean(g, clip):  # a look at values would sync
+        bad = (~g.isfinite()).sum()
+        g = features.clean(g, clip)
+    M, V, r, c = acc
+    axis, length = block_axis(p.shape[1:], block_entries(config) // S)
+
+    def split(x: Tensor) -> Sequence[Tensor]:
+        return x.split(length, axis) if x.shape[axis] > 1 else [x] * -(-p.shape[axis] // length)
+
+    # 1. Row and column means of g^2, to which each block adds its share.
+    row_mean, col_mean = torch.zeros_like(r[:, 0]), torch.zeros_like(c[:, 0])
+    for g_b, *means in zip(*map(split, (g, row_mean, col_mean)), strict=True):
+        shares = features.factored_means(g_b.float().square(), dims, p.shape)
+        for mean, share in zip(means, shares, strict=True):
+            mean.add_(share)
+    new = features.accumulate_factored(r, c, row_mean, col_mean, rates, eps)
+    r.copy_(new[0])
+    c.copy_(new[1])
+    V_mean = V
+    if config.eps == "relative":  # the mean of V after its update
+        q_mean = row_mean.flatten(1).mean(-1)
+        V_mean = torch.lerp(V.flatten(1).mean(-1), q_mean, rates.V[:, 0])
+    s = features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, config.net == "velo")
+    parts = list(zip(*map(split, (p, g, M, V)), s.split(split), strict=True))
+
+    def dense(*block) -> Tensor:  # (S, D, *block)
+        return torch.cat(features.dense_features(*block, config.feature_set), 1)
+
+    # 2. The other accumulators, and mean squares of the dense features for the RMS normalisers.
+    ms = 0.0
+    for p_b, g_b, M_b, V_b, s_b in parts:
+        g_b = g_b.float()
+        features.accumulate(M_b, V_b, g_b, g_b.square(), rates, out=(M_b, V_b))
+        X = dense(p_b.float(), g_b, M_b, V_b, s_b)
+        ms = ms + X.square_().flatten(2).sum(-1) / n
+        del X
+
+    # 3. The network and the update.
+    net = fold(net, ms, r, c, scale, eps)
+    for (p_b, g_b, *rest), row, col in zip(parts, split(net.row), split(net.col), strict=True):
+        new_p = features.wide(p_b)  # p_b itself, unless it is of low precision
+        x = net.first(dense(p_b.float(), g_b.float(), *rest), row, col)
+        d, e_m = net.rest(x)
+        if isinstance(decay, Tensor):
+            new_p.mul_(1 - trailing(decay, p.ndim))
+        new_p.addcmul_(d, e_m, value=-1)
+        if new_p is not p_b:
+            p_b.copy_(new_p)
+        del x, d, e_m
+    return bad
