@@ -2,10 +2,10 @@
 
 onnxruntime runs one node at a time over whole tensors, and adds numbers one after another. Hence:
 
-  - The dense features of a large matrix would go through memory some twenty times. As in `rule.step_`
-    they are formed in blocks that fit the cache, in two ONNX Loops: one for their mean squares, one
-    for the network. `Builder` puts the pieces of `graphs.Step` together in that order. The size of
-    a block is the initializer `block`, which `serving.Session` may replace.
+  - The dense features of a large matrix would go through memory some twenty times. As in
+    `rule.step_`, they are formed in blocks that fit the cache, in two ONNX Loops: one for their
+    mean squares, one for the network. `Builder` puts the pieces of `graphs.Step` together in that
+    order. The size of a block is the initializer `block`, which `serving.Session` may replace.
   - Sums are taken in two levels; a plain mean over a million entries is off by 2e-4.
   - torch's own ONNX optimizer is not used: it deletes additions of 1e-8 and less, which are our
     epsilons. They, lambdas and betas are initializers of one entry, which others leave alone too.

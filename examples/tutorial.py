@@ -1,0 +1,247 @@
+# %% [markdown]
+# # Learned optimizers under μP, from the beginning
+#
+# Ten cells that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
+# cell by cell in an editor that knows `# %%`. Figures go to runs/tutorial. Everything is done by
+# the modules that do it for real; the paper is "μLO: Compute-Efficient Meta-Generalization of
+# Learned Optimizers".
+
+# %%
+import math
+import sys
+from pathlib import Path
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import features
+import metatrain
+import mulo
+import mup
+import rule
+import stacked
+import tasks
+from pes import pes_gradient, unflatten
+
+torch.set_num_threads(1)  # these nets are so small that threads would only wait for each other
+OUT = Path("runs/tutorial")
+OUT.mkdir(parents=True, exist_ok=True)
+
+
+def show(name, curves, xlabel, ylabel, **axes):
+    """A figure of labelled (x, y) curves."""
+    fig, ax = plt.subplots(figsize=(5.5, 3.5), constrained_layout=True)
+    for label, (x, y) in curves.items():
+        ax.plot(x, y, label=label)
+    ax.set(xlabel=xlabel, ylabel=ylabel, **axes)
+    ax.legend()
+    fig.savefig(OUT / f"{name}.png", dpi=110)
+    plt.close(fig)
+    print(f"   figure: {OUT / name}.png")
+
+
+# %% [markdown]
+# ## 1. An update rule is a function
+#
+# It takes a parameter, its gradient and some memory, and gives the new parameter. SGD is one, Adam
+# is another. They were written by hand.
+
+# %%
+task = tasks.get("fashion8_mlp_w32_d3")  # an MLP of three layers, 32 wide, on 8x8 images of clothes
+data = task.data()
+
+
+def sgd(p, g, memory, t):
+    return p - 5.0 * g, memory
+
+
+def adam(p, g, memory, t):
+    m, v = memory if memory else (torch.zeros_like(p), torch.zeros_like(p))
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+    step = (m / (1 - 0.9 ** (t + 1))) / ((v / (1 - 0.999 ** (t + 1))).sqrt() + 1e-8)
+    return p - 0.03 * step, (m, v)
+
+
+def train(update, steps=150):
+    generator = torch.Generator().manual_seed(0)
+    theta, memory, losses = task.init(1, generator), {}, []  # the net: {name: (1, *shape)}
+    for t in range(steps):
+        batch = stacked.batches(data, [generator], task.batch_size)
+        loss, grads = stacked.gradients(task, theta, batch)
+        for name, g in grads.items():
+            theta[name], memory[name] = update(theta[name], g, memory.get(name), t)
+        losses.append(float(loss))
+    return losses
+
+
+curves = {"SGD": train(sgd), "Adam": train(adam)}
+print("1. final loss:", {k: round(sum(x[-20:]) / 20, 3) for k, x in curves.items()})
+show("1_rules", {k: (range(150), x) for k, x in curves.items()}, "step", "loss", ylim=(0, 3))
+
+# %% [markdown]
+# ## 2. Replace it by a network
+#
+# A learned optimizer is a tiny MLP. It sees 39 features of each parameter (gradient, momenta,
+# second moments, time: `features.py`) and says direction d and log-magnitude m of the step, eq. 2:
+# p <- p - lambda_1 d exp(lambda_2 m). The same MLP serves every parameter of every net.
+
+# %%
+lo = mulo.SmallFC(mulo.LOConfig(hidden_size=8, lam1=0.05), torch.Generator().manual_seed(0))
+p, g = torch.randn(1, 3, 4), torch.randn(1, 3, 4)  # one 3 x 4 weight, and its gradient
+dims = features.factored_dims((3, 4))  # which axes are averaged over for row and column features
+memory = features.init_accumulators(p, dims)
+memory, new_p = rule.literal_step(
+    lo.config, mulo.lo_module.stacked(lo), memory, p, g, torch.zeros(1), torch.ones(1), dims
+)
+print(f"2. {sum(w.numel() for w in lo.parameters())} weights decide; the update they make is")
+print(new_p - p)
+
+# %% [markdown]
+# ## 3. A task, 4. an unroll, 5. the meta-loss
+#
+# To use it is to unroll it: train a net for T steps. How good the optimizer is, is the mean loss
+# on the way: the meta-loss L(phi), eq. 1. phi are its weights, and random ones are bad.
+
+# %%
+steps = 100
+start = stacked.train(task, lo, steps, seeds=[0, 1, 2])  # (steps, seeds): the losses on the way
+trained = stacked.train(task, mulo.load("mulo_m"), steps, seeds=[0, 1, 2])
+print(f"3-5. meta-loss over {steps} steps: random {start.mean():.3f}, trained {trained.mean():.3f}")
+unrolls = {"random phi": start.mean(1), "meta-trained phi": trained.mean(1)}
+show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "loss", ylim=(0, 3))
+
+# %% [markdown]
+# ## 6. Why not backpropagate through the unroll?
+#
+# The step is differentiable, so dL/dphi can be had by backpropagation through all T steps. But
+# training is a dynamical system on the verge of chaos: the longer the unroll, the larger and the
+# noisier that gradient.
+
+# %%
+opt = stacked.Learned(lo.config, task)
+flat = torch.nn.utils.parameters_to_vector(lo.parameters()).detach()
+
+
+def last_loss(phi, T, seed, graph=False):
+    """The loss after T steps of each of P optimizers phi (P, D); with a graph, differentiable."""
+    P, generator = len(phi), torch.Generator().manual_seed(seed)
+    theta = {k: p.repeat_interleave(P, 0) for k, p in task.init(1, generator).items()}
+    net, state = opt.prepare(unflatten(phi, lo)), opt.init(theta, {})
+    for t in range(T + 1):
+        batch = stacked.batches(data, [generator], task.batch_size, copies=P)
+        theta = {k: p if p.requires_grad else p.requires_grad_() for k, p in theta.items()}
+        loss = task.losses(theta, batch)
+        if t == T:
+            return loss
+        grads = torch.autograd.grad(loss.sum(), list(theta.values()), create_graph=graph)
+        grads = dict(zip(theta, grads, strict=True))
+        with torch.set_grad_enabled(graph):
+            state, theta = opt.step(net, state, theta, grads, loss, torch.full((P,), float(t)))
+
+
+sizes = []
+for T in (1, 4, 16, 48):
+    phi = flat.clone().requires_grad_()
+    grads = [torch.autograd.grad(last_loss(phi[None], T, s, True).sum(), phi)[0] for s in range(3)]
+    sizes.append(torch.stack([g.norm() for g in grads]))
+    print(f"6. gradient through {T:2} steps, three nets: ", [f"{x:.3g}" for x in sizes[-1]])
+
+# %% [markdown]
+# ## 7. Evolution strategies
+#
+# So only look at losses: train pairs of nets with phi + eps and phi - eps, and weigh eps by the
+# difference. That is the gradient of a smoothed meta-loss, whatever happens inside. The price is
+# noise, which many pairs average out.
+
+# %%
+sigma, D = 0.05, len(flat)
+
+
+def es_gradient(pairs, seed, T=20):
+    eps = sigma * torch.randn(pairs, D, generator=torch.Generator().manual_seed(seed))
+    losses = last_loss(torch.cat([flat + eps, flat - eps]), T, seed=0).detach()
+    delta = (losses[:pairs] - losses[pairs:])[None]  # (1, pairs): as if one truncation, new unrolls
+    new, all_of_it = torch.ones_like(delta, dtype=torch.bool), torch.zeros(pairs, D)
+    return pes_gradient(delta, new, new, eps, all_of_it, sigma)[0]
+
+
+for pairs in (8, 64, 512):
+    a, b = es_gradient(pairs, 1), es_gradient(pairs, 2)
+    print(
+        f"7. {pairs:3} pairs: two estimates agree to cos = {torch.cosine_similarity(a, b, 0):.2f}"
+    )
+
+# %% [markdown]
+# ## 8. Persistent evolution strategies: your own μLO
+#
+# Waiting for whole unrolls is slow. PES cuts them into truncations, makes an outer step after each,
+# and remembers per pair the sum of its perturbations so far, which removes the bias of short
+# horizons (`pes.py`). This is `python metatrain.py` in small: 60 outer steps on widths 8 and 16.
+
+# %%
+small = {"widths": (8, 16), "hidden_size": 4, "unroll": 100, "shortest": 100, "truncation": 20}
+small |= {"steps": 60, "warmup": 10, "pairs": 8, "lr": 2e-2}
+
+
+def meta_train(name):
+    r = metatrain.recipe(name, **small)
+    trainer = metatrain.Trainer(r, metatrain.new_lo(r))
+    losses = [trainer.advance()["meta_loss"] for _ in range(r.steps)]
+    return trainer.result(), losses
+
+
+mine, meta_losses = meta_train("mulo_m")
+print(f"8. meta-loss {meta_losses[0]:.3f} -> {sum(meta_losses[-10:]) / 10:.3f} in 60 outer steps")
+show("8_meta", {"my μLO": (range(60), meta_losses)}, "outer step", "meta-loss")
+
+# %% [markdown]
+# ## 9. Wider nets: standard parametrization breaks, μP repairs
+#
+# The same step on a wider net moves its outputs more: a sum over more inputs. An optimizer that was
+# meta-trained on narrow nets is then off. μP scales by role (hidden updates by 1/fan_in, the output
+# by 1/fan_in, `mup.py`), so that every width looks alike. The two optimizers are the shipped ones,
+# meta-trained alike at widths 16 to 64, one in SP and one under μP.
+
+# %%
+widths, ends = (64, 256, 1024), {"lo_m": [], "mulo_m": []}
+for name, found in ends.items():
+    for width in widths:
+        wide = tasks.get(f"fashion8_mlp_w{width}_d3", rules=mup.ALL if name == "mulo_m" else ())
+        found.append(float(stacked.train(wide, mulo.load(name), 100, seeds=[0])[-20:].mean()))
+    print(f"9. {name}: loss after 100 steps at widths {widths}: {[round(x, 3) for x in found]}")
+show("9_width", {k: (widths, x) for k, x in ends.items()}, "width", "loss", xscale="log")
+
+# %% [markdown]
+# ## 10. Your μLO trains a net it has never seen
+#
+# Another architecture, other data, another width: give a function that builds the model, and the
+# roles follow. It was meta-trained for 100 steps and half a minute; `weights/` has better ones.
+
+
+# %%
+def build(width):
+    return torch.nn.Sequential(
+        torch.nn.Linear(10, width), torch.nn.Tanh(), torch.nn.Linear(width, width),
+        torch.nn.Tanh(), torch.nn.Linear(width, 4),
+    )  # fmt: skip
+
+
+torch.manual_seed(0)
+roles = mulo.infer_roles(build, 128)
+x = torch.randn(2048, 10)
+y = (x @ torch.randn(10, 4)).argmax(1)
+for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m")}.items():
+    torch.manual_seed(1)
+    model = mulo.init_(build(128), roles)
+    opt = mulo.MuLO(mulo.param_groups(model, roles), optimizer)
+    for _ in range(100):
+        i = torch.randint(len(x), (64,))
+        loss = torch.nn.functional.cross_entropy(model(x[i]), y[i])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    print(f"10. {name}: loss {math.log(4):.3f} -> {loss:.3f}")
