@@ -34,6 +34,7 @@ import checkpoints
 import metatrain
 import mulo
 import mup
+import rule
 import stacked
 import tasks
 
@@ -176,7 +177,7 @@ def pre_activations(task: tasks.Task, theta: stacked.Theta, probe: Tensor) -> di
 
 def _prepare_process() -> None:
     torch.set_num_threads(1)
-    metatrain.keep_freed_memory()
+    rule.keep_freed_memory()
 
 
 class Cells:

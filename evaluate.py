@@ -25,6 +25,7 @@ import checkpoints
 import metatrain
 import mulo
 import report
+import rule
 import ship
 import tasks
 from ablate import ablate
@@ -115,7 +116,7 @@ def main() -> None:
         _of_a_run(p)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    metatrain.keep_freed_memory()
+    rule.keep_freed_memory()
     try:
         if args.what == "tune":
             tune(args)

@@ -38,6 +38,7 @@ import checkpoints
 import features
 import graphs
 import onnxgraphs
+import rule
 from graphs import Graph, Step
 from lo import LO, LOConfig
 from mup import RULES
@@ -288,6 +289,7 @@ def main() -> None:
     if (args.lo is None) == (args.verify is None):
         parser.error("give a learned optimizer to export, or --verify DIR")
     torch.set_num_threads(1)  # so that times compare
+    rule.keep_freed_memory()
     try:
         path = Path(args.verify) if args.verify else None
         if path is None:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import mulo
+import rule
 from checkpoints import write_atomically
 from pes import Trainer, expected_memory, pes_gradient
 
@@ -312,18 +313,6 @@ def commit() -> str:
         return "unknown"
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: fresh pages cost more than the arithmetic of a small net."""
-    try:
-        import ctypes
-
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    except (OSError, AttributeError):
-        pass  # not glibc: only slower
-
-
 def start_processes(device: str) -> str:
     """Under torchrun: join the others, and take the GPU of this process."""
     try:
@@ -389,7 +378,7 @@ def main() -> None:
     args, run = _parser().parse_args(), None
     if args.checkpoint_every < 1:
         sys.exit("metatrain.py: --checkpoint-every must be 1 or more.")
-    keep_freed_memory()
+    rule.keep_freed_memory()
     if args.device == "cpu" and args.scale == "desk":
         torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
     try:

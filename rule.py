@@ -18,6 +18,7 @@ or S (one set per tensor: VeLO's generated weights, or the particles of meta-tra
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -290,3 +291,14 @@ def step_(
             p_b.copy_(new_p)
         del x, d, e_m
     return bad
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory, for programs that step all the time on a CPU: fresh pages cost
+    more than the arithmetic of a small net."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    except (OSError, AttributeError):
+        pass  # not glibc: only slower
