@@ -142,6 +142,6 @@ def best(which: str, kind: str, steps: int, schedule: str = "constant") -> dict 
         known = json.loads(path.read_text())
         if _key(which, steps, schedule) in known:
             return known[_key(which, steps, schedule)]
-    if kind in PAPER[which]:
+    if kind in PAPER[which] and schedule == "constant":
         return dict(zip(FIELDS, PAPER[which][kind], strict=True))
     return None

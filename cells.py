@@ -14,12 +14,13 @@ nan from there on.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,6 +39,10 @@ import rule
 import stacked
 import tasks
 
+fcntl = None
+with contextlib.suppress(ImportError):  # not on Windows: one evaluation at a time there
+    import fcntl
+
 POINTS = 50
 Seen = dict[str, list[tuple[float, float]]]  # per layer: (change, size) at each time
 
@@ -49,24 +54,18 @@ class Contender:
     name: str
     rules: tuple[str, ...]  # of μP; () is SP
     lo: mulo.LO | None = None  # None: the baseline of that name
+    recipe: str | None = None  # that meta-trained it
 
-    def optimizer(self, kind: str, steps: int, schedule: str, nets: int) -> mulo.LO | Callable:
-        """For `stacked.train`."""
-        if self.lo is not None:
-            return self.lo
-        return baselines.optimizer(self.name, self.values(kind, steps, schedule), nets)
 
-    def values(self, kind: str, steps: int, schedule: str) -> dict:
-        """A baseline's hyperparameters; under a schedule with the rate tuned for it."""
-        tuned_for = steps if schedule != "constant" else metatrain.recipe("mulo_m").unroll
-        values = baselines.best(self.name, kind, tuned_for, schedule)
-        if values is None:
-            flags = f"--steps {tuned_for} --schedule {schedule} --rates-only"
-            flags = "" if schedule == "constant" else f" {flags}"
-            raise ValueError(
-                f"{self.name} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}"
-            )
-        return values
+def tuned(which: str, kind: str, steps: int, schedule: str) -> dict:
+    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for a schedule."""
+    horizons = [metatrain.recipe("mulo_m", scale).unroll for scale in metatrain.SCALES]
+    for length in horizons if schedule == "constant" else [steps]:
+        values = baselines.best(which, kind, length, schedule)
+        if values is not None:
+            return {k: values[k] for k in baselines.FIELDS}
+    flags = "" if schedule == "constant" else f" --steps {steps} --schedule {schedule} --rates-only"
+    raise ValueError(f"{which} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}.")
 
 
 def contender(name: str) -> Contender:
@@ -74,14 +73,11 @@ def contender(name: str) -> Contender:
     if name in baselines.NAMES:
         return Contender(name, mup.ALL if name == "muadam" else ())
     folder = Path(name)
-    path = folder / "lo.pt" if (folder / "lo.pt").is_file() else name
-    lo = mulo.load(path)
-    shipped = checkpoints.SHIPPED / f"{name}.pt"
-    about = checkpoints.about(path if Path(path).is_file() else shipped)
-    if "recipe" not in about:
-        raise ValueError(f"{name} does not tell its recipe: take one that metatrain.py made.")
+    path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
+    recipe = checkpoints.about(path).get("recipe")
+    recipe = recipe or {"mup": False, "name": None}  # others' weights, such as VeLO-4000: in SP
     label = folder.parent.name if folder.name == "lo.pt" else folder.name
-    return Contender(label, mup.ALL if about["recipe"]["mup"] else (), lo)
+    return Contender(label, mup.ALL if recipe["mup"] else (), mulo.load(path), recipe["name"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +91,16 @@ class Job:
     seeds: tuple[int, ...] = (0,)
     at: tuple[int, ...] = ()  # times to look at activations
     batch_size: int | None = None  # None: the task's own
+    values: dict | None = dataclasses.field(default=None, compare=False)  # a baseline's
 
-    @property
-    def kind(self) -> str:
-        return self.task[: self.task.rindex("_w")]
+    def __post_init__(self):
+        if self.steps < 1 or not self.seeds:
+            raise ValueError("steps and seeds must be 1 or more.")
+        self.get_task()  # which says so if there is none of that name
+        if self.who.lo is None and self.values is None:  # once: a tuning may end meanwhile
+            kind = self.task[: self.task.rindex("_w")]
+            values = tuned(self.who.name, kind, self.steps, self.schedule)
+            object.__setattr__(self, "values", values)
 
     def get_task(self) -> tasks.Task:
         options = {} if self.batch_size is None else {"batch_size": self.batch_size}
@@ -106,11 +108,7 @@ class Job:
 
     def digest(self) -> str:
         """What distinguishes optimizers of one name: weights or tuned values, rules, the batch."""
-        if self.who.lo is not None:
-            what = checkpoints.digest(self.who.lo)
-        else:
-            values = self.who.values(self.kind, self.steps, self.schedule)
-            what = repr([values[k] for k in baselines.FIELDS])
+        what = list(self.values.values()) if self.values else checkpoints.digest(self.who.lo)
         what = f"{what} {self.who.rules} {self.get_task().batch_size}"
         return hashlib.sha256(what.encode()).hexdigest()[:8]
 
@@ -132,12 +130,13 @@ class Job:
         seen = Watch(task, self.at, device) if self.at else None
         losses = stacked.train(
             task,
-            self.who.optimizer(self.kind, self.steps, self.schedule, len(self.seeds)),
+            self.who.lo or baselines.optimizer(self.who.name, self.values, len(self.seeds)),
             max(self.at) + 1 if self.at else self.steps,
             list(self.seeds),
             schedule=baselines.schedule_of(self.schedule, self.steps),
             device=device,
             look=seen,
+            num_steps=self.steps,
         )
         if seen:
             return [seen.found]
@@ -189,18 +188,24 @@ class Cells:
         self.folder, self.device, self.processes = folder, device, processes
         self.rows: dict[tuple[str, ...], str] = {}
         self.seen: dict[tuple[str, ...], Seen] = {}
-        if (folder / "losses.csv").exists():
-            with open(folder / "losses.csv", newline="") as file:
+        self.read()
+
+    def read(self) -> None:
+        """Add what the files have."""
+        if (self.folder / "losses.csv").exists():
+            with open(self.folder / "losses.csv", newline="") as file:
                 for row in csv.DictReader(file):
                     self.rows[tuple(row[k] for k in self.KEY)] = row["losses"]
-        if (folder / "watch.json").exists():
-            known = json.loads((folder / "watch.json").read_text())
-            self.seen = {tuple(k.split(", ")): v for k, v in known.items()}
+        if (self.folder / "watch.json").exists():
+            known = json.loads((self.folder / "watch.json").read_text())
+            self.seen |= {tuple(k.split(", ")): v for k, v in known.items()}
 
     def fill(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing."""
-        todo = [missing for job in jobs if (missing := self._missing(job))]
-        for job, results in self.train(todo, desc):
+        todo = {
+            tuple(missing.keys()): missing for job in jobs if (missing := self._missing(job))
+        }  # each once
+        for job, results in self.train(list(todo.values()), desc):
             kept = self.seen if job.at else self.rows
             kept |= dict(zip(job.keys(), results, strict=True))
             self.save()
@@ -236,21 +241,35 @@ class Cells:
         with ProcessPoolExecutor(
             self.processes, mp_context=get_context("spawn"), initializer=_prepare_process
         ) as pool:
+            started = {pool.submit(job.run, self.device): job for job in jobs}
+            failed = []
             try:
-                started = {pool.submit(job.run, self.device): job for job in jobs}
                 for future in as_completed(started):
-                    yield started[future], future.result()
+                    if future.exception():  # the others go on
+                        failed.append(f"{started[future]}: {future.exception()}")
+                    else:
+                        yield started[future], future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(jobs)} jobs failed: " + "; ".join(failed))
 
     def save(self) -> None:
+        """Write all rows, also those that another process has added."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / ".lock", "w") as lock:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            self.read()
+            self._write()
+
+    def _write(self) -> None:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*self.KEY, "losses"])
         writer.writerows([*key, losses] for key, losses in sorted(self.rows.items()))
         seen = {", ".join(k): v for k, v in sorted(self.seen.items())}
-        self.folder.mkdir(parents=True, exist_ok=True)
         if self.rows:
             checkpoints.write_atomically(self.folder / "losses.csv", text.getvalue())
         if self.seen:

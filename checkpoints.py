@@ -57,8 +57,8 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def load(name: str | os.PathLike) -> LO:
-    """Read a learned optimizer by path, or a shipped one by name, such as load("mulo_m")."""
+def find(name: str | os.PathLike) -> Path:
+    """The file of a learned optimizer: by path, or by the name of a shipped one."""
     path = Path(name)
     if not path.exists() and (SHIPPED / f"{name}.pt").exists():
         path = SHIPPED / f"{name}.pt"
@@ -67,6 +67,12 @@ def load(name: str | os.PathLike) -> LO:
         raise FileNotFoundError(
             f"no learned optimizer {str(name)!r}: give a file's path or a shipped name ({shipped})."
         )
+    return path
+
+
+def load(name: str | os.PathLike) -> LO:
+    """Read a learned optimizer by path, or a shipped one by name, such as load("mulo_m")."""
+    path = find(name)
     content = _read(path)
     if content.get("format") != FORMAT:
         raise ValueError(
@@ -93,9 +99,9 @@ def digest(lo: LO) -> str:
     return _digest(dataclasses.asdict(lo.config), dict(lo.named_parameters()))
 
 
-def about(path: str | os.PathLike) -> dict:
+def about(name: str | os.PathLike) -> dict:
     """What was saved with a learned optimizer: its recipe, its meta-loss and so on."""
-    return _read(Path(path)).get("about", {})
+    return _read(find(name)).get("about", {})
 
 
 def _digest(config: dict, weights: Phi) -> str:

@@ -13,6 +13,7 @@ Nets of all seeds and configurations are trained side by side (`stacked.py`).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -60,7 +61,9 @@ def tune(args: argparse.Namespace) -> None:
     for which in baselines.NAMES:
         fixed = None
         if args.rates_only:  # the rest as found by the full grid, at the meta-trained horizon
-            known = baselines.best(which, args.kind, r.unroll) or baselines.USUAL
+            known = baselines.best(which, args.kind, r.unroll)
+            if known is None:
+                raise ValueError(f"first run python evaluate.py tune {args.kind}, the full grid.")
             fixed = {k: known[k] for k in baselines.USUAL}
         found = baselines.tune(
             which, task, steps, list(range(args.seeds)), args.schedule, fixed, args.device,
@@ -75,11 +78,34 @@ def tune(args: argparse.Namespace) -> None:
 
 
 def _of_a_run(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--out", type=Path, default=Path("results"), help="where results are kept")
+    p.add_argument("--who", nargs="+", help="adamw, muadam, shipped names, folders of runs")
+    p.add_argument("--out", type=Path, help="where results are kept (default: results)")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
-    p.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="at a time (default: all cores)"
-    )
+    p.add_argument("--processes", type=int, help="at a time (default: all cores, 1 on a GPU)")
+
+
+def run(name: str, args: argparse.Namespace) -> str:
+    """One of the paper's claims: its sentence; table, figure and RESULTS.md are written."""
+    suite = SUITES[args.scale]
+    suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = EXPERIMENTS[name](suite, Cells(args.out, args.device, args.processes), args.out)
+    report.keep(found, name, args.out)
+    at_home = args.out == Path("results")
+    report.write(args.out, Path("RESULTS.md") if at_home else args.out / "RESULTS.md")
+    return found.said
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Defaults that depend on other flags, and flags that cannot be."""
+    if getattr(args, "seeds", 1) < 1 or getattr(args, "steps", 1) == 0:
+        raise ValueError("--seeds and --steps must be 1 or more.")
+    if "device" in args:
+        metatrain.check_device(args.device)
+    if "processes" in args:
+        args.processes = args.processes or (os.cpu_count() if args.device == "cpu" else 1)
+        scale = getattr(args, "scale", "desk")
+        args.out = args.out or Path("results" if scale == "desk" else f"results_{scale}")
 
 
 def main() -> None:
@@ -104,7 +130,6 @@ def main() -> None:
     p.add_argument("folders", type=Path, nargs="+", help="of runs")
     p = sub.add_parser("task", help="any optimizers on any tasks")
     p.add_argument("tasks", nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py")
-    p.add_argument("--who", nargs="+", required=True, help="adamw, muadam, shipped names, folders")
     p.add_argument("--steps", type=int, default=500)
     p.add_argument("--seeds", type=int, default=5)
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
@@ -118,27 +143,25 @@ def main() -> None:
     torch.set_num_threads(1)
     rule.keep_freed_memory()
     try:
+        _complete(args)
         if args.what == "tune":
             tune(args)
         elif args.what == "task":
+            if not args.who:
+                raise ValueError("say which optimizers to compare: --who mulo_m adamw")
             print(task(args))
         elif args.what in EXPERIMENTS or args.what == "all":
-            args.out.mkdir(parents=True, exist_ok=True)
-            cells = Cells(args.out, args.device, args.processes)
-            names = EXPERIMENTS if args.what == "all" else [args.what]
-            for name in names:
-                found = EXPERIMENTS[name](SUITES[args.scale], cells, args.out)
-                report.keep(found, name, args.out)
-                print(found.said)
-            if args.what == "all":
-                report.write(args.out, args.out.parent / "RESULTS.md")
+            for name in EXPERIMENTS if args.what == "all" else [args.what]:
+                print(run(name, args))
         elif args.what == "validate":
             for file in args.files:
-                scores = ship.validate(mulo.load(file), checkpoints.about(file)["recipe"])
+                scores = ship.validate(mulo.load(file), checkpoints.about(file).get("recipe"))
                 print(f"{file}: {ship.score(scores):.4f}  {scores}")
         else:
             print(f"chosen: {ship.choose(args.name, args.folders)}")
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        sys.exit("evaluate.py: stopped; what was finished is kept, the same command goes on.")
+    except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"evaluate.py: {error}")
 
 

@@ -313,12 +313,16 @@ def commit() -> str:
         return "unknown"
 
 
-def start_processes(device: str) -> str:
-    """Under torchrun: join the others, and take the GPU of this process."""
+def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
         raise ValueError(f"device {device!r} is not there: use cpu, or cuda on a GPU.") from None
+
+
+def start_processes(device: str) -> str:
+    """Under torchrun: join the others, and take the GPU of this process."""
+    check_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"

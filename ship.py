@@ -100,8 +100,10 @@ def smooth(x: Tensor, window: int = 20) -> Tensor:
     return (total[k] - total[low]) / (k - low)
 
 
-def validate(lo: mulo.LO, r: dict, device: str = "cpu") -> dict[str, float]:
+def validate(lo: mulo.LO, r: dict | None, device: str = "cpu") -> dict[str, float]:
     """Final losses on the validation tasks; a run that diverged counts as its clipped loss."""
+    if r is None:
+        raise ValueError("an optimizer that metatrain.py did not make cannot be validated.")
     scores = {}
     widest = max(metatrain.recipe("mulo_m", r["scale"]).widths)  # alike for _s and _m
     for times, depth, horizon, schedule in VALIDATION:
@@ -131,6 +133,8 @@ def choose(name: str, folders: list[Path]) -> Path:
     for folder in folders:
         lo, about = mulo.load(folder / "lo.pt"), checkpoints.about(folder / "lo.pt")
         r = about["recipe"]
+        if r["scale"] != "desk":
+            raise ValueError(f"{folder} is not at desk scale: keep its lo.pt where you like.")
         if r["name"] != name:
             raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
         scores = validate(lo, r)

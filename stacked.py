@@ -27,7 +27,8 @@ from features import Accumulators, LossBuffer, trailing
 from lo import LO, LOConfig, Phi
 from rule import Net
 
-LARGE = 500_000  # entries of a stack on the CPU beyond which its step is in place, in blocks
+# Entries of a stack beyond which its step is in place, in blocks: for the cache, or for memory.
+LARGE, LARGE_GPU = 500_000, 50_000_000
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
 
@@ -55,6 +56,10 @@ class Learned:
 
     def __init__(self, config: LOConfig, task: tasks.Task):
         self.config, self.scale = config, update_scales(task)
+        self.eps_scale = {
+            w.name: 1 / w.fan_in if config.eps == "fan_in" else 1.0
+            for w in mup.weights_of(task.skeleton())
+        }
         self.dims = {
             w.name: features.factored_dims(tuple(w.param.shape), w.out_axis)
             for w in mup.weights_of(task.skeleton())
@@ -104,8 +109,8 @@ class Learned:
             p = theta[name]
             acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
             scale = lr * self.scale[name] * alpha * one
-            args = (now, acc, p, grads[name], scale, self.dims[name])
-            if p.numel() > LARGE and p.device.type == "cpu":
+            args = (now, acc, p, grads[name], scale, self.dims[name], 0.0, self.eps_scale[name])
+            if p.numel() > (LARGE if p.device.type == "cpu" else LARGE_GPU):
                 rule.step_(*args)
                 new_theta[name] = p
                 continue
@@ -197,6 +202,7 @@ def train(
     schedule: Callable[[int], float] = lambda t: 1.0,
     device: str = "cpu",
     look: Callable[[int, Theta], None] | None = None,
+    num_steps: int | None = None,  # what VeLO is told, if not `steps`
 ) -> Tensor:
     """Train `copies` nets from each seed; the losses before each step, (steps, copies * seeds).
 
@@ -211,7 +217,10 @@ def train(
     data, P = task.data(device=device), copies * len(seeds)
     if isinstance(optimizer, LO):
         opt, phi = Learned(optimizer.config, task), lo_module.stacked(optimizer.to(device))
-        net, state = opt.prepare(phi), opt.init(theta, phi, torch.full((P,), float(steps)))
+        net, state = (
+            opt.prepare(phi),
+            opt.init(theta, phi, torch.full((P,), float(num_steps or steps))),
+        )
     else:
         opt = optimizer(task)
         state = opt.init(theta)

@@ -86,6 +86,56 @@ def test_processes_give_what_one_does(tmp_path, run_folder):
     assert list(one.watched(looks)) == ["layers.0", "layers.1", "head"]
 
 
+def test_tables_of_two_processes_are_merged(tmp_path, run_folder):
+    """As when two evaluations write to one folder."""
+    who = cells.contender(str(run_folder))
+    one, two = cells.Cells(tmp_path), cells.Cells(tmp_path)
+    one.losses(job(who, 4, [0]))
+    two.losses(job(who, 4, [1]))
+    assert len(cells.Cells(tmp_path).rows) == 2
+
+
+def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
+    """A job keeps the values it was made with, and is kept under them."""
+    monkeypatch.setattr(baselines, "TUNED", tmp_path)
+    values = {"lr": 0.01, "b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
+    baselines.remember("adamw", "fashion8_mlp", 500, "constant", values)
+    first = job(cells.contender("adamw"), 4, [0])
+    baselines.remember("adamw", "fashion8_mlp", 500, "constant", values | {"lr": 1.0})
+    second = job(cells.contender("adamw"), 4, [0])
+    assert first.keys() != second.keys()
+    table = cells.Cells(tmp_path)
+    assert table.losses(first)[-1] < table.losses(second)[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A job that fails."""
+
+    def cost(self):
+        return 10**9
+
+    def run(self, device):
+        raise OSError("it broke")
+
+
+def test_a_failure_does_not_stop_the_others(tmp_path, run_folder):
+    table, good = cells.Cells(tmp_path, processes=2), job(cells.contender(str(run_folder)), 4, [0])
+    results = table.train([Broken(), good], "test")
+    assert next(iter(results))[0] == good
+    with pytest.raises(RuntimeError, match=r"1 of 2 jobs failed: .*it broke"):
+        list(results)
+
+
+def test_jobs_that_cannot_be(run_folder):
+    who = cells.contender(str(run_folder))
+    with pytest.raises(ValueError, match="unknown task"):
+        cells.Job(who, "foo", 4)
+    for steps, seeds in ((0, [0]), (4, [])):
+        with pytest.raises(ValueError, match="steps and seeds must be 1 or more"):
+            job(who, steps, seeds)
+
+
 def test_divergence_is_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "TUNED", tmp_path)
     huge = {"lr": 1e30, "b1": 0.9, "b2": 0.999, "weight_decay": 0.0, "loss": 9.0}

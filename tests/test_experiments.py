@@ -17,7 +17,7 @@ import tasks
 from cells import Cells, Job, contender
 from experiments import SMOKE
 
-SUITE = dataclasses.replace(SMOKE, who=("mulo_m", "adamw", "muadam"))
+SUITE = dataclasses.replace(SMOKE, who=("mulo_m", "lo_m", "adamw", "muadam"))
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,38 @@ def test_end_is_the_last_tenth():
 
 def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
     cells = Cells(tmp_path)
-    for who, loss in (("mulo_m", 0.5), ("adamw", math.nan), ("muadam", 2.0)):
+    losses = {
+        "mulo_m": 0.5,
+        "adamw": math.nan,
+        "muadam": 2.0,
+        "lo_m": 7.0,
+    }  # 7: worse than guessing
+    for who, loss in losses.items():
         for times in (1, 5):
             for key in SUITE.job(contender(who), "fashion8_mlp_w8_d3", times).keys():
                 cells.rows[key] = " ".join([str(loss)] * 50)
-    said = experiments.rank(SUITE, cells, tmp_path).said
-    assert "after 1 horizon(s), best first: μLO_M 1.00, μAdam 2.00, AdamW 3.00." in said
-    assert (tmp_path / "rank.csv").read_text().splitlines()[2] == "adamw,3.00,3.00,3.00"
+    said, checks = experiments.rank(SUITE, cells, tmp_path)
+    assert "after 1 horizon(s), best first: μLO_M 1.00, μAdam 2.00, LO_M 3.50, AdamW 3.50." in said
+    assert "adamw,3.50,3.50,3.50" in (tmp_path / "rank.csv").read_text().splitlines()
+    best = "μLO_M and μVeLO_M have the two best average ranks at width 8, after 1 horizon(s)"
+    assert checks[best]
+    assert not checks["LO_M and VeLO_M have the two worst at width 8, after 1 horizon(s)"]
+
+
+def test_width_checks():
+    suite = dataclasses.replace(SMOKE, widths=(64, 256, 1024), widest=64)
+    flat, fall = [[0.5, 0.51]] * 3, [[0.6, 0.61], [0.5, 0.51], [0.4, 0.41]]
+    gone = [[0.6, 0.61], [0.5, 0.51], [math.nan, 0.4]]
+
+    def checks(mu, sp):
+        ends = {"mulo_m": mu, "lo_m": sp}
+        ends = {k: [torch.tensor(x) for x in found] for k, found in ends.items()}
+        return list(experiments._width_checks("teacher_mlp", suite, ends).values())
+
+    assert checks(fall, gone) == [True, True, True]
+    assert checks(fall, flat) == [True, True, True]
+    assert checks(flat, fall) == [False, False, False]
+    assert checks(gone, fall) == [False, False, False]
 
 
 def test_pre_activations_are_the_layers_outputs():

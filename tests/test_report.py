@@ -41,7 +41,13 @@ def test_falls_and_worse():
     a, b, gone = torch.tensor([1.0, 1.1]), torch.tensor([0.5, 0.6]), torch.tensor([0.4, torch.nan])
     assert report.falls([a, b])
     assert not report.falls([b, a])
-    assert report.falls([a, a + 0.01])  # within the standard error
+    assert report.falls([a, a - 0.02, a - 0.01])  # up, but within the standard error
+    assert not report.falls([a, a])
+    assert report.stopped([a, b, b])
+    assert not report.stopped([a, a, b])
+    assert report.stopped([a, b, gone])
+    ranks = report.ranked(torch.tensor([0.3, 0.1, 0.3, 0.2]))
+    assert ranks.tolist() == [3.5, 1.0, 3.5, 2.0]
     assert not report.falls([a, gone])
     assert report.worse(a, b)
     assert not report.worse(b, a)
