@@ -21,10 +21,12 @@ updates with lr_scale = 1/lam1, so that they are of size 1: parameters would hid
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import hashlib
 import io
 import json
+import math
 import sys
 import time
 import zipfile
@@ -42,7 +44,16 @@ import rule
 from graphs import Graph, Step
 from lo import LO, LOConfig
 from mup import RULES
-from serving import FORMAT, VERSION, OrtMuLO, Session, checked, read_config, sidecar
+from serving import (
+    FORMAT,
+    VERSION,
+    OrtMuLO,
+    Session,
+    checked,
+    read_config,
+    sidecar,
+    sidecars,
+)
 
 __all__ = ["OrtMuLO", "Session", "describe", "open_graph", "verify", "write"]
 
@@ -65,6 +76,16 @@ def feature_names(config: LOConfig) -> str:
     return " ".join(x.replace("#", k) for x in names for k in ("123" if "#" in x else "1"))
 
 
+def epsilons(config: LOConfig) -> dict:
+    """Those of features.py, with what they are multiplied by."""
+    if config.eps == "relative":
+        return {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8, "r,c": 1e-2,
+                "F": 1e-8}  # fmt: skip
+    found = {"times": "1/fan_in" if config.eps == "fan_in" else "1"}
+    found |= {"V": 1e-6, "r,c": 1e-8, "g^2": 1e-30, "F": 1e-9, "RMS": config.eps_rms}
+    return found | ({} if config.net == "velo" else {"vector F_mom": 1e-6})
+
+
 def describe(lo: LO, name: str) -> dict:
     """The config that goes with every file."""
     step = Step(lo, "vector")
@@ -81,7 +102,7 @@ def describe(lo: LO, name: str) -> dict:
         "features": feature_names(lo.config),
         "time": TIME[lo.config.net, lo.config.spec],
         "1-beta": {k: getattr(step, f"rate_{k}").flatten().tolist() for k in ("M", "V", "rc")},
-        "epsilons": {"V": 1e-6, "r,c": 1e-8, "g^2": 1e-30, "F": 1e-9, "vector F_mom": 1e-6},
+        "epsilons": epsilons(lo.config),
         "mup": {"lr_scale/lr": {k: f"fan_in^{rule.update:g}" for k, rule in RULES.items()}},
     }
     if velo:
@@ -119,14 +140,23 @@ def to_onnx(graph: Graph, text: str) -> bytes:
 WRITERS = {"onnx": to_onnx, "pt2": to_pt2, "ts": to_torchscript}
 
 
-def write(lo: LO, out: str | Path, name: str, suffixes: Iterable[str] = tuple(WRITERS)) -> Path:
+def write(
+    lo: LO,
+    out: str | Path,
+    name: str,
+    suffixes: Iterable[str] = tuple(WRITERS),
+    about: dict | None = None,  # to be kept with the optimizer
+) -> Path:
     """Write the files of a learned optimizer to a folder; the path of its .json, written last."""
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out.") from None
     config = describe(lo, name)
     text = json.dumps(config, separators=(",", ":"))
     files = [out / f"{name}.pt"]
-    checkpoints.save(lo, files[0])
+    checkpoints.save(lo, files[0], **(about or {}))
     for kind in graphs.kinds(lo.config):
         graph = graphs.make(lo, kind)
         for suffix in suffixes:
@@ -142,13 +172,14 @@ def write(lo: LO, out: str | Path, name: str, suffixes: Iterable[str] = tuple(WR
 # ---------------------------------------------------------------- reading and checking
 
 
-def open_graph(path: str | Path) -> Callable[..., tuple[Tensor, ...]]:
-    """An exported file of any format as a function of its inputs in order."""
+def open_graph(path: str | Path, config: dict | None = None) -> Callable[..., tuple[Tensor, ...]]:
+    """An exported file of any format as a function of its inputs; it must carry `config`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
     if path.suffix == ".onnx":
         session = Session(path)
+        _same(session.config, config, path)
         return lambda *x: tuple(session.run(dict(zip(session.inputs, x, strict=True))).values())
     extra = {"mulo.json": ""}
     try:
@@ -159,13 +190,20 @@ def open_graph(path: str | Path) -> Callable[..., tuple[Tensor, ...]]:
             run = torch.export.load(path, extra_files=extra).module()
     except Exception as error:  # of many kinds
         raise ValueError(f"{path} is damaged or of another format: export it anew.") from error
-    written = read_config(extra["mulo.json"], path).get("torch", "an unknown version").split("+")[0]
+    found = read_config(extra["mulo.json"], path)
+    _same(found, config, path)
+    written = found.get("torch", "an unknown version").split("+")[0]
     if path.suffix == ".ts" and written != torch.__version__.split("+")[0]:
         raise ValueError(
             f"{path} is TorchScript of torch {written}, this is {torch.__version__}: "
             "export it anew, or use the .pt2 file."
         )
     return run
+
+
+def _same(found: dict, config: dict | None, path: Path) -> None:
+    if config is not None and found != config:
+        raise ValueError(f"{path} carries another config than its .json: export it anew.")
 
 
 AXES = {"matrix": "bmn", "tall": "bmn", "tensor": "bemn", "vector": "bn"}
@@ -183,8 +221,10 @@ def cases(graph: Graph) -> Iterator[tuple[str, list[Tensor]]]:
     generator = torch.Generator().manual_seed(0)
     for size in SIZES.get(graph.kind, ("1 1 1 9 1", "3 5 7 11 4")):
         sizes = dict(zip(AXES.get(graph.kind, "bemnT"), map(int, size.split()), strict=True))
+        large = math.prod(sizes.values()) > 10**6  # seconds each
         for what, t in TIMES.items():
-            if graph.kind in graphs.STEPS or what in ("first step", "step 1e5"):
+            usual = what in ("first step", "step 1e5")
+            if usual or (graph.kind in graphs.STEPS and not (large and what == "zero gradients")):
                 x = inputs_for(graph, sizes, what, t, generator)
                 yield f"{size.replace(' ', 'x')}, {what}", list(x.values())
 
@@ -224,16 +264,21 @@ def inputs_for(
     return x
 
 
-def difference(given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor | None) -> float:
-    """The largest error of any output relative to its largest entry; of parameters, the update."""
+def difference(
+    graph: Graph, given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor | None
+) -> float:
+    """The largest error of any output relative to its size; of parameters, of the update."""
     worst = 0.0
-    for k, (a, b) in enumerate(zip(given, right, strict=True)):
+    if len(given) != len(right):
+        return float("inf")
+    for name, a, b in zip(graph.outputs, given, right, strict=True):
         a = a.double()
         if a.shape != b.shape:
             return float("inf")
-        if k == 0 and param is not None:
+        if name == "new_param":
             a, b = a - param.double(), b - param.double()
-        error = float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+        size = graph.size(name, right).clamp_min(1e-30) if name != "new_param" else b.abs().max()
+        error = float((a - b).abs().max() / size.clamp_min(1e-30))
         worst = max(worst, error) if error == error else float("inf")
     return worst
 
@@ -243,30 +288,42 @@ def verify(path: str | Path, say: Callable[[str], None] = print) -> list[str]:
     path, config = sidecar(path)
     folder, name, wrong = path.parent, config["name"], []
     lo = checkpoints.load(checked(folder, f"{name}.pt", config))
+    inside = {k: x for k, x in config.items() if k != "sha256"}
+    other = {"torch": "", "graphs": ""}  # may differ between releases
+    if inside | other != json.loads(json.dumps(describe(lo, name))) | other:
+        wrong.append(f"{path} does not describe {name}.pt: export it anew.")
     say(f"{'file':28}{'bytes':>9}{'max error':>12}  {'worst case':28}{'µs per step':>12}")
     for kind in graphs.kinds(lo.config):
         runs = {}
         for file in (k for k in config["sha256"] if k.startswith(f"{name}.{kind}.")):
             try:
                 file = checked(folder, file, config)
-                runs[file] = open_graph(file), []
+                runs[file] = open_graph(file, inside), []
             except (ValueError, OSError) as error:
                 wrong.append(str(error))
-        if not runs:
-            continue
-        graph, eager = graphs.make(lo, kind), graphs.make(lo, kind).double()
-        with torch.no_grad():
-            for what, x in cases(graph):
-                right = eager(*(v.double() for v in x))
-                for run, errors in runs.values():
-                    param = x[0] if kind in graphs.STEPS else None
-                    errors.append((difference(run(*x), right, param), what))
-            for file, (run, errors) in runs.items():
-                error, what = max(errors)
-                us = 1e6 * clock(run, graph.example())
-                say(f"{file.name:28}{file.stat().st_size:9}{error:12.1e}  {what:28}{us:12.0f}")
-                if not error <= TOLERANCE:
-                    wrong.append(f"{file} is off by {error:.1e} at {what}: export it anew.")
+        if not any(k.startswith(f"{name}.{kind}.") for k in config["sha256"]):
+            wrong.append(f"{path} lists no file of the {kind} graph: export it anew.")
+        wrong += compare(graphs.make(lo, kind), runs, say) if runs else []
+    return wrong
+
+
+def compare(graph: Graph, runs: dict[Path, tuple[Callable, list]], say: Callable) -> list[str]:
+    """Run all files of one graph beside the eager float64 step; what is wrong."""
+    wrong, eager = [], copy.deepcopy(graph).double()
+    with torch.no_grad():
+        for what, x in cases(graph):
+            right = eager(*(v.double() for v in x))
+            for run, errors in runs.values():
+                try:
+                    errors.append((difference(graph, run(*x), right, x[0]), what))
+                except (RuntimeError, ValueError, TypeError):  # it is another graph's file
+                    errors.append((float("inf"), what))
+        for file, (run, errors) in runs.items():
+            error, what = max(errors)
+            us = 1e6 * clock(run, graph.example()) if error < float("inf") else float("nan")
+            say(f"{file.name:28}{file.stat().st_size:9}{error:12.1e}  {what:28}{us:12.0f}")
+            if not error <= TOLERANCE:
+                wrong.append(f"{file} is off by {error:.1e} at {what}: export it anew.")
     return wrong
 
 
@@ -284,22 +341,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a learned optimizer for other runtimes.")
     parser.add_argument("lo", nargs="?", help="a shipped name, such as mulo_m, or a file's path")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
-    parser.add_argument("--verify", metavar="DIR", help="only check the files in this folder")
+    parser.add_argument("--verify", metavar="DIR", help="only check what is in this folder")
     args = parser.parse_args()
     if (args.lo is None) == (args.verify is None):
         parser.error("give a learned optimizer to export, or --verify DIR")
     torch.set_num_threads(1)  # so that times compare
     rule.keep_freed_memory()
     try:
-        path = Path(args.verify) if args.verify else None
-        if path is None:
-            path = write(checkpoints.load(args.lo), args.out, Path(args.lo).stem)
-        wrong = verify(path)
+        if args.verify:
+            paths = sidecars(args.verify) or [sidecar(args.verify)[0]]
+        else:
+            source = checkpoints.find(args.lo)  # a run's is called lo.pt: name it by its folder
+            name = source.parent.resolve().name if source.stem == "lo" else source.stem
+            about = checkpoints.about(source)
+            paths = [write(checkpoints.load(source), args.out, name, about=about)]
+        wrong = [x for path in paths for x in verify(path)]
     except (ValueError, OSError) as error:
         sys.exit(f"export.py: {error}")
     if wrong:
         sys.exit("export.py: " + "\n".join(wrong))
-    print(f"{path}: every file agrees with the eager float64 step within {TOLERANCE:g}.")
+    for path in paths:
+        print(f"{path}: every file agrees with the eager float64 step within {TOLERANCE:g}.")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,10 @@ class Graph(nn.Module):
         order = "benmT" if self.kind == "tall" else "bemnT"
         return dict(zip(order, free, strict=False))
 
+    def size(self, name: str, outputs: Sequence[Tensor]) -> Tensor:
+        """What an error of this output is measured by: its largest entry."""
+        return outputs[self.outputs.index(name)].abs().max()
+
     def example(self) -> tuple[Tensor, ...]:
         sizes = self.sizes()
         return tuple(torch.rand([sizes.get(d, d) for d in s]) for s in self.inputs.values())
@@ -205,8 +209,10 @@ class Step(Graph):
 
     def squares(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums of squares of the dense features of a block, (b, D)."""
-        sums = torch.cat([part.square().sum(-1, True) for part in self.dense(x)], 1)
-        return {"squares": sums.sum(tuple(range(2, sums.ndim)))}
+        sums = torch.cat([part.square().sum(-1) for part in self.dense(x)], 1)  # one axis a time
+        while sums.ndim > 2:
+            sums = sums.sum(-1)
+        return {"squares": sums}
 
     def fold(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
         """The network for this tensor, from the sums of squares of all blocks, (blocks, b, D)."""
@@ -272,7 +278,11 @@ class Stats(Graph):
 
 
 class Hyper(Graph):
-    """VeLO's LSTM over the T tensors of a net, and what it generates for each of them."""
+    """VeLO's LSTM over the T tensors of a net, and what it generates for each of them.
+
+    While the loss does not change at all, its features are rounding errors divided by 1e-8, and
+    differ between runtimes.
+    """
 
     def __init__(self, lo: LO, kind: str):
         buffers = {f"phi_{k}": w for k, w in lo_module.stacked(lo).items() if k[-1] != "0"}
@@ -308,6 +318,14 @@ class Hyper(Graph):
         h, cell = lo_module.lstm_step(phi, x[None], hidden[None], cell[None])
         weights, alpha = lo_module.hypernetwork(self.config, phi, h)
         return (*memory, h[0], cell[0], alpha[0], *(weights[k][0] for k in self.weights))
+
+    def size(self, name: str, outputs: Sequence[Tensor]) -> Tensor:
+        """alpha is one number, whose terms may cancel: it is measured by these."""
+        if name != "alpha":
+            return super().size(name, outputs)
+        h = outputs[self.outputs.index("new_hidden")].abs()
+        weights = self.phi_alpha_w[0].abs().to(h.dtype), self.phi_alpha_b.abs().to(h.dtype)
+        return (h @ weights[0] + weights[1]).max()
 
 
 class Piece(nn.Module):

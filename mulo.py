@@ -272,12 +272,12 @@ class MuLO(torch.optim.Optimizer):
     def _net(self, b: Bucket, phi: Phi, alpha: Tensor) -> tuple[Net, Tensor]:
         """A bucket's generated weights, ready for the step, and the rates of its tensors."""
         if self.lo.config.param_scale_mult:
-            alpha = alpha * (features.mean_squared(b.p) + 1e-9).sqrt()
+            alpha = alpha * (features.mean_squared(b.p) + 1e-9).sqrt().to(alpha.dtype)
         return rule.prepare(self.lo.config, phi), alpha
 
     def _tensor_features(self, b: Bucket) -> Tensor:
         """What the LSTM sees of each tensor, (S, 12)."""
-        return features.tensor_features(b.p, b.acc.M, b.acc.V)
+        return features.tensor_features(b.p, b.acc.M, b.acc.V).float()
 
     def _hyper(
         self,

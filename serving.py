@@ -41,34 +41,47 @@ def read_config(text: str | bytes, path: str | os.PathLike) -> dict:
     """The config that every exported file carries, if it is one that this code reads."""
     try:
         config = json.loads(text)
-        assert config["format"] == FORMAT
-    except (ValueError, KeyError, TypeError, AssertionError):
-        raise ValueError(f"{path} was not written by export.py: export it anew.") from None
+    except ValueError:
+        config = None
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ValueError(f"{path} was not written by export.py: export it anew.")
     if config.get("version") != VERSION:
         raise ValueError(
             f"{path} has format version {config.get('version')}, this code reads {VERSION}: "
             "use the release that wrote it, or export it anew."
         )
+    if not isinstance(config.get("name"), str):
+        raise ValueError(f"{path} does not name its optimizer: export it anew.")
     return config
 
 
 def sidecar(path: str | os.PathLike) -> tuple[Path, dict]:
     """The .json beside exported files, given by its path or by their folder, and what it says."""
-    path = Path(path)
-    found = [path] if path.is_file() else []
-    if path.is_dir():
-        found = [f for f in path.glob("*.json") if f'"{FORMAT}"' in f.read_text(errors="ignore")]
+    found = sidecars(path)
     if len(found) != 1:
         raise FileNotFoundError(
             f"{path} is not one exported optimizer: give the .json that export.py wrote."
         )
-    return found[0], read_config(found[0].read_bytes(), found[0])
+    path = found[0].resolve()
+    config = read_config(path.read_bytes(), path)
+    if not isinstance(config.get("sha256"), dict):
+        raise ValueError(f"{path} has no digests of its files: export the optimizer anew.")
+    return path, config
+
+
+def sidecars(path: str | os.PathLike) -> list[Path]:
+    """All of them in a folder, or the file itself."""
+    path = Path(path)
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    files = sorted(path.glob("*.json"))
+    return [f for f in files if f'"{FORMAT}"' in f.read_text(errors="ignore")]
 
 
 def checked(folder: Path, name: str, config: dict) -> Path:
     """The path of an exported file whose SHA-256 is the one in the sidecar."""
     path = folder / name
-    if name not in config.get("sha256", ()):
+    if name not in config["sha256"]:
         raise ValueError(f"the .json does not list {name}: export the optimizer anew.")
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
@@ -87,8 +100,20 @@ def with_block(path: str | os.PathLike, entries: int) -> bytes:
 
 
 def check_finite(name: str, x: Tensor) -> None:
-    if not all(math.isfinite(v) for v in torch.aminmax(x)):
+    """Raise unless all entries are finite, and not negative where they are means of squares."""
+    low, high = (float(v) for v in torch.aminmax(x))
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"{name} has NaN or infinite entries: go back to a checkpoint.")
+    if low < 0 and name.split()[-1] in ("second_moment", "row", "col", "V", "r", "c"):
+        raise ValueError(f"{name} has negative entries: go back to a checkpoint.")
+
+
+def place(device: str | torch.device) -> torch.device:
+    """The device, with its index if it is a GPU."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class Session:
@@ -101,7 +126,8 @@ class Session:
         threads: int | None = None,
         block: int | None = None,  # entries that are worked on at a time; on CUDA all of them
     ):
-        kind = torch.device(device).type
+        self.device = place(device)
+        kind = self.device.type
         wanted = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(kind)
         if wanted is None:
             raise ValueError(f"device {device!r} is unknown to onnxruntime: use 'cpu' or 'cuda'.")
@@ -116,15 +142,20 @@ class Session:
         if wanted not in onnxruntime.get_available_providers():
             raise RuntimeError(cannot)
         block = 2**40 if block is None and kind == "cuda" else block
+        settings = {}
+        if kind == "cuda":  # TF32, its default, has 10 bits: not the step that was exported
+            settings = {"device_id": str(self.device.index), "use_tf32": "0"}
         try:
             model = str(path) if block is None else with_block(path, block)
-            self.session = onnxruntime.InferenceSession(model, options, providers=[wanted])
+            self.session = onnxruntime.InferenceSession(
+                model, options, providers=[(wanted, settings)]
+            )
         except Exception as error:  # of many kinds, none of them public
             raise ValueError(f"{path} is damaged or not an ONNX file: export it anew.") from error
         if self.session.get_providers()[0] != wanted:  # available was not to say usable
             raise RuntimeError(cannot)
         text = self.session.get_modelmeta().custom_metadata_map.get("mulo", "")
-        self.config, self.device = read_config(text, path), torch.device(device)
+        self.config = read_config(text, path)
         self.kind = self.session.get_modelmeta().graph_name
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}
         self.outputs = {x.name: tuple(x.shape) for x in self.session.get_outputs()}
@@ -138,10 +169,7 @@ class Session:
         sizes: dict[str, int] = {}
         for name, x in inputs.items():
             shape = self.inputs[name]
-            if x.dtype != torch.float32 or x.device.type != self.device.type:
-                raise ValueError(
-                    f"{name} must be float32 on {self.device.type}, not {x.dtype} on {x.device}."
-                )
+            self._check_kind(name, x)
             fits = x.ndim == len(shape) and x.numel() and x.is_contiguous()
             for symbol, size in zip(shape, x.shape, strict=False) if fits else ():
                 known = sizes.setdefault(symbol, size) if isinstance(symbol, str) else symbol
@@ -155,9 +183,32 @@ class Session:
         if (self.kind == "matrix" and m > n) or (self.kind == "tall" and m < n):
             other = "matrix" if self.kind == "tall" else "tall"
             raise ValueError(f"a {m} x {n} tensor is not for the {self.kind} graph: use {other}.")
+        if self.kind == "tensor" and m > n:
+            raise ValueError(f"m = {m} exceeds n = {n}: put the largest axis last.")
         for name in finite:
             check_finite(name, inputs[name])
         return sizes
+
+    def _check_kind(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
+        if x.dtype != torch.float32 or x.device != self.device:
+            raise ValueError(
+                f"{name} must be float32 on {self.device}, not {x.dtype} on {x.device}."
+            )
+
+    def _check_outputs(
+        self, outputs: dict[str, Tensor], inputs: dict[str, Tensor], sizes: dict[str, int]
+    ) -> None:
+        """onnxruntime writes to where it is told: memory of another size or kind would be lost."""
+        read = {x.data_ptr() for x in inputs.values()}
+        for name, x in outputs.items():
+            if name not in self.outputs:
+                raise ValueError(f"there is no output {name}: they are {list(self.outputs)}.")
+            self._check_kind(name, x)
+            shape = tuple(sizes.get(d, d) for d in self.outputs[name])
+            if tuple(x.shape) != shape or not x.is_contiguous() or x.data_ptr() in read:
+                raise ValueError(f"{name} must be contiguous, {shape} and not one of the inputs.")
 
     def run(
         self,
@@ -173,18 +224,19 @@ class Session:
         if finite is None:
             finite = [k for k in inputs if k not in ("grad", "loss")]
         sizes = self.check(inputs, finite)
-        outputs = outputs or {}
+        outputs = dict(outputs or {})
+        self._check_outputs(outputs, inputs, sizes)
         for name, shape in self.outputs.items():
             if name not in outputs:
                 shape = [sizes.get(d, d) for d in shape]
                 outputs[name] = torch.empty(shape, device=self.device)
-        place = self.device.type, self.device.index or 0, np.float32
+        where = self.device.type, self.device.index or 0, np.float32
         for bind, tensors in (
             (self.binding.bind_input, inputs),
             (self.binding.bind_output, outputs),
         ):
             for name, x in tensors.items():
-                bind(name, *place, tuple(x.shape), x.data_ptr())
+                bind(name, *where, tuple(x.shape), x.data_ptr())
         if self.device.type == "cuda":  # onnxruntime has a stream of its own
             torch.cuda.current_stream(self.device).synchronize()
         self.session.run_with_iobinding(self.binding)
@@ -248,41 +300,47 @@ class OrtMuLO(MuLO):
         device: str = "cpu",
         threads: int | None = None,
     ):
-        self.path, about = sidecar(exported)
-        self.device, self.threads = device, threads
-        path = checked(self.path.parent, f"{about['name']}.pt", about)  # for config and state
+        self.path, self.about = sidecar(exported)  # and its digests: later changes are refused
+        self.device, self.threads = place(device), threads
+        self._sessions: dict[str, Session] = {}
+        path = checked(self.path.parent, f"{self.about['name']}.pt", self.about)
         super().__init__(params, checkpoints.load(path), lr, weight_decay, num_steps)
         self.session("vector")  # so that what is missing is said now
 
     def _forget(self) -> None:
         super()._forget()
-        self._sessions: dict[str, Session] = {}
         self._spare: dict[tuple, dict[str, Tensor]] = {}  # where a bucket's next state goes
         self._made: dict[tuple, Tensor] = {}  # momenta that a graph has made: known to be finite
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {k: getattr(self, k) for k in ("path", "device", "threads")}
+        names = ("path", "about", "device", "threads")
+        return super().__getstate__() | {k: getattr(self, k) for k in names} | {"_sessions": {}}
 
     def session(self, kind: str) -> Session:
         """The graph of this kind, opened when it is first needed."""
         if kind not in self._sessions:
-            path, about = sidecar(self.path)
-            file = checked(path.parent, f"{about['name']}.{kind}.onnx", about)
+            file = checked(self.path.parent, f"{self.about['name']}.{kind}.onnx", self.about)
             self._sessions[kind] = Session(file, self.device, self.threads)
         return self._sessions[kind]
 
     def _bucket(self, key: tuple, params: tuple, groups: tuple) -> Bucket:
-        if params[0].device.type != torch.device(self.device).type:
+        if params[0].device != self.device:
             raise RuntimeError(
-                f"a parameter is on {params[0].device}, the optimizer on {self.device!r}: move the "
+                f"a parameter is on {params[0].device}, the optimizer on '{self.device}': move the "
                 "model, or pass OrtMuLO the device."
             )
+        if params[0].dtype == torch.float64:
+            raise RuntimeError("exported graphs are float32: use mulo.MuLO for float64 parameters.")
         b = super()._bucket(key, params, groups)
         b.key = key
         return b
 
     def _nets(self, buckets: list[Bucket], loss: Tensor | float | None) -> list[tuple]:
         for b in buckets:  # all of them before any is changed; off the CPU a look has to wait
+            self.session(Layout(tuple(b.p.shape[1:]), b.dims).kind)
+            for group in b.groups:
+                if not math.isfinite(group["lr"] * group["scale"]):
+                    raise ValueError(f"lr={group['lr']} is not finite: lower it.")
             if b.p.device.type == "cpu" or b.groups[0]["step"] % 100 == 0:
                 check_finite("a parameter", b.p)
             if self._made.get(b.key) is not b.acc.M:
@@ -318,10 +376,7 @@ class OrtMuLO(MuLO):
         if any(group["weight_decay"] for group in b.groups):
             decay = b.per_tensor(lambda group: group["lr"] * group["weight_decay"])
             new_p -= features.trailing(decay, p.ndim) * p
-        if b.p.dtype == torch.float64:  # keep the digits that float32 has no room for
-            b.p.add_(layout.from_graph(new_p - p, b.p))
-        else:
-            b.p.copy_(layout.from_graph(new_p, b.p))
+        b.p.copy_(layout.from_graph(new_p, b.p))
         self._swap(b, old, new, layout)
         clean = b.p.device.type == "cpu" and features.is_clean(b.g)
         return None if clean else (~b.g.isfinite()).sum()

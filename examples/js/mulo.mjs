@@ -48,7 +48,7 @@ export function lossAndGradients(params, { x, y }, multiplier) {
     for (let c = 0; c < classes; c++)
       delta[i * classes + c] = ((Math.exp(row[c] - top) / total - (c === y[i])) * multiplier) / size;
   }
-  for (const k of layers.toReversed()) {
+  for (const k of [...layers].reverse()) {
     const [out, n] = params[k].shape, w = params[k].data, a = inputs.pop();
     const gw = new Float32Array(out * n), gb = new Float32Array(out), back = new Float32Array(size * n);
     for (let i = 0; i < size; i++)
