@@ -28,7 +28,7 @@ from checkpoints import write_atomically
 # For choosing among meta-training seeds only: other widths and depths than in any evaluation.
 # Width in units of the widest meta-training task, depth, horizon in units of its unroll, schedule.
 VALIDATION = ((1.5, 2, 1, "constant"), (1.5, 2, 5, "constant"), (1.5, 2, 5, "cosine"),
-              (3, 4, 1, "constant"))  # fmt: skip
+              (3, 4, 1, "constant"), (1.5, 2, 25, "constant"))  # fmt: skip
 VALIDATION_SEEDS = [7001, 7002]
 
 
@@ -100,7 +100,9 @@ def smooth(x: Tensor, window: int = 20) -> Tensor:
     return (total[k] - total[low]) / (k - low)
 
 
-def validate(lo: mulo.LO, r: dict | None, device: str = "cpu") -> dict[str, float]:
+def validate(
+    lo: mulo.LO, r: dict | None, device: str = "cpu", known: dict[str, float] | None = None
+) -> dict[str, float]:
     """Final losses on the validation tasks; a run that diverged counts as its clipped loss."""
     if r is None:
         raise ValueError("an optimizer that metatrain.py did not make cannot be validated.")
@@ -109,6 +111,10 @@ def validate(lo: mulo.LO, r: dict | None, device: str = "cpu") -> dict[str, floa
     for times, depth, horizon, schedule in VALIDATION:
         task = tasks.get(f"{r['kind']}_w{int(times * widest)}_d{depth}", batch_size=r["batch_size"])
         task, steps = stacked.with_rules(task, r["mup"]), horizon * r["unroll"]
+        name = f"{task.name}, {steps} steps, {schedule}"
+        if known and name in known:
+            scores[name] = known[name]
+            continue
         losses = stacked.train(
             task,
             lo,
@@ -119,7 +125,7 @@ def validate(lo: mulo.LO, r: dict | None, device: str = "cpu") -> dict[str, floa
         )
         bound = 1.5 * math.log(task.classes)
         end = baselines.final(losses).nan_to_num(nan=bound).clamp_max(bound)
-        scores[f"{task.name}, {steps} steps, {schedule}"] = float(end.mean())
+        scores[name] = float(end.mean())
     return scores
 
 
@@ -137,7 +143,10 @@ def choose(name: str, folders: list[Path]) -> Path:
             raise ValueError(f"{folder} is not at desk scale: keep its lo.pt where you like.")
         if r["name"] != name:
             raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
-        scores = validate(lo, r)
+        keep, digest = folder / "validation.json", checkpoints.digest(lo)
+        known = json.loads(keep.read_text()) if keep.exists() else {}
+        scores = validate(lo, r, known=known.get(digest))
+        write_atomically(keep, json.dumps({digest: scores}, indent=1))
         digest = hashlib.sha256((folder / "lo.pt").read_bytes()).hexdigest()
         tried.append({
             "seed": r["seed"], "validation": score(scores), "scores": scores,
@@ -160,7 +169,7 @@ def write_record() -> None:
         "",
         '`mulo.load("mulo_m")` reads `mulo_m.pt`, and so on. Each was chosen among the seeds below',
         "by its mean final loss on validation tasks that no evaluation uses: other widths and",
-        "depths, after 500 and after 2,500 steps (`python evaluate.py choose`, which also wrote",
+        "depths, after 500, 2,500 and 12,500 steps (`python evaluate.py choose`, which also wrote",
         "this file). Meta-loss: mean of the last 20 outer steps. SHA-256: of the shipped file.",
         "",
         "| name | seed | | validation | meta-loss | minutes | commit | command |",
@@ -172,7 +181,7 @@ def write_record() -> None:
         if "chosen_among" not in about:
             continue
         digests.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}")
-        for run in json.loads(about["chosen_among"]):
+        for run in sorted(json.loads(about["chosen_among"]), key=lambda run: run["seed"]):
             mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
             lines.append(
                 f"| {path.stem} | {run['seed']} | {mark} | {run['validation']:.4f} | "
