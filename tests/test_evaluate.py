@@ -1,25 +1,31 @@
 """Experiments and their command line."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import evaluate
 from cells import Cells
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_messages(tmp_path):
-    def run(*args):
-        done = subprocess.run(
-            [sys.executable, ROOT / "evaluate.py", *args], capture_output=True, text=True, cwd=ROOT
-        )
-        assert "Traceback" not in done.stderr
-        assert done.returncode == 1
-        return done.stderr
-
-    assert "unknown task" in run("tune", "fashion9_mlp")
-    assert "no learned optimizer" in run("validate", str(tmp_path / "none.pt"))
+def test_messages(tmp_path, complaint):
+    task = ["task", "fashion8_mlp_w8_d3"]
+    for flags, reason in (
+        (["tune", "fashion9_mlp"], "unknown task"),
+        (["tune", "fashion8_mlp", "--seeds", 0], "--seeds and --steps must be 1 or more"),
+        (["tune", "fashion_mlp", "--rates-only"], "first run python evaluate.py tune fashion_mlp"),
+        (["validate", tmp_path / "none.pt"], "no learned optimizer"),
+        (["task", "foo", "--who", "adamw"], "unknown task"),
+        ([*task, "--who", "sgd"], "no learned optimizer 'sgd'"),
+        (task, "say which optimizers to compare"),
+        ([*task, "--who", "adamw", "--seeds", 0], "--seeds and --steps must be 1 or more"),
+        ([*task, "--who", "adamw", "--device", "foo"], "device 'foo' is not there"),
+        (
+            ["task", "fashion_vit_w8_d2", "--who", "adamw"],
+            "run python evaluate.py tune fashion_vit",
+        ),
+    ):
+        assert reason in complaint(evaluate, *flags)
 
 
 # Final losses of several meta-training seeds at 1, 4 and 16 times the widest meta-training task:

@@ -42,6 +42,7 @@ def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch):
         "fashion8_mlp_w96_d2, 50 steps, constant",
         "fashion8_mlp_w96_d2, 50 steps, cosine",
         "fashion8_mlp_w192_d4, 10 steps, constant",
+        "fashion8_mlp_w96_d2, 250 steps, constant",
     }
     record = (tmp_path / "weights" / "README.md").read_text()
     assert "| mulo_m | 1 | shipped |" in record
