@@ -17,6 +17,8 @@ FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "exported")
 
 def read_desk():
     """Settings, initial weights (torch's layout: out, in), inputs and labels of every batch."""
+    if not (FOLDER / "desk.json").exists():
+        sys.exit(f"no {FOLDER}/desk.json: run python export.py mulo_m && python examples/desk.py")
     about = json.loads((FOLDER / "desk.json").read_text())
     content, arrays, start = (FOLDER / "desk.bin").read_bytes(), {}, 0
     for name, shape, dtype in about["arrays"]:

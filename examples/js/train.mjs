@@ -1,11 +1,16 @@
 // Trains the desk net with an exported learned optimizer in Node.js:
 //   cd examples/js && ONNXRUNTIME_NODE_INSTALL_CUDA=skip npm ci && node train.mjs ../../exported
+import { existsSync } from "node:fs";
 import { readFile } from "node:fs/promises";
 import path from "node:path";
 import * as ort from "onnxruntime-node";
 import { MuLO, lossAndGradients, readDesk } from "./mulo.mjs";
 
 const folder = process.argv[2] ?? "../../exported";
+if (!existsSync(path.join(folder, "desk.json"))) {
+  console.error(`no ${folder}/desk.json: run python export.py mulo_m && python examples/desk.py`);
+  process.exit(1);
+}
 const about = JSON.parse(await readFile(path.join(folder, "desk.json")));
 const bytes = await readFile(path.join(folder, "desk.bin"));
 const { params, batch } = readDesk(about, bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.length));
