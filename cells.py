@@ -202,10 +202,8 @@ class Cells:
 
     def fill(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing."""
-        todo = {
-            tuple(missing.keys()): missing for job in jobs if (missing := self._missing(job))
-        }  # each once
-        for job, results in self.train(list(todo.values()), desc):
+        missing = {tuple(m.keys()): m for job in jobs if (m := self._missing(job))}  # each once
+        for job, results in self.train(list(missing.values()), desc):
             kept = self.seen if job.at else self.rows
             kept |= dict(zip(job.keys(), results, strict=True))
             self.save()

@@ -143,10 +143,10 @@ def choose(name: str, folders: list[Path]) -> Path:
             raise ValueError(f"{folder} is not at desk scale: keep its lo.pt where you like.")
         if r["name"] != name:
             raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
-        keep, digest = folder / "validation.json", checkpoints.digest(lo)
+        keep, which = folder / "validation.json", checkpoints.digest(lo)
         known = json.loads(keep.read_text()) if keep.exists() else {}
-        scores = validate(lo, r, known=known.get(digest))
-        write_atomically(keep, json.dumps({digest: scores}, indent=1))
+        scores = validate(lo, r, known=known.get(which))
+        write_atomically(keep, json.dumps({which: scores}, indent=1))
         digest = hashlib.sha256((folder / "lo.pt").read_bytes()).hexdigest()
         tried.append({
             "seed": r["seed"], "validation": score(scores), "scores": scores,
