@@ -38,6 +38,10 @@ META = {  # meta-training variants: changes to the recipe
     "16 pairs": {"pairs": 16},
 }
 WIDE = ("as shipped", "eps_rms 0", "relative epsilons")  # of these, also the widest net
+TIME = {  # what happens after the meta-trained horizon
+    "no annealing": {"anneal": 0.0},
+    "no annealing, no t_max": {"anneal": 0.0, "t_max": None},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,19 +123,19 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
         )
         for rule in mup.ALL
     }
-    no_limit = type(shipped.lo)(dataclasses.replace(shipped.lo.config, t_max=None))
-    no_limit.load_state_dict(shipped.lo.state_dict())
-    limits = {
-        "t_max": shipped,
-        "no t_max": dataclasses.replace(shipped, name="mulo_m without t_max", lo=no_limit),
+    limits = {"as shipped": shipped} | {
+        name: dataclasses.replace(
+            shipped, name=f"mulo_m, {name}", lo=shipped.lo.with_config(**fields)
+        )
+        for name, fields in TIME.items()
     }
 
     widths = (*sizes.widths, sizes.widest)
     jobs = [job(c, w) for some in meta.values() for c in some for w in sizes.widths]
     jobs += [job(meta[name][0], sizes.widest) for name in WIDE]
     jobs += [job(c, w) for c in rules.values() for w in widths]
-    timed = [(c, s) for c in limits.values() for s in ("constant", "cosine")]
-    jobs += [job(c, suite.widest, 5, s) for c, s in timed]
+    timed = [("as shipped", "cosine"), *((name, "constant") for name in limits)]
+    jobs += [job(limits[name], suite.widest, 5, schedule) for name, schedule in timed]
     cells.fill(jobs, "ablate")
 
     ends = {}  # variant: final losses at each width, over all nets and meta-seeds
@@ -155,12 +159,11 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
         ax.set_ylim(top=min(ax.get_ylim()[1], 2.5))
         ax.legend(fontsize=7)
     long = {}
-    for name, c in limits.items():
-        for schedule in ("constant", "cosine"):
-            x = end(cells.losses(job(c, suite.widest, 5, schedule)))
-            long[f"{name}, {schedule}"] = summary(x)[0]
-            values = (f"{v:.4f}" for v in summary(x))
-            rows.append(["time", f"{name}; {schedule}", suite.widest, 5, *values, len(x)])
+    for name, schedule in timed:
+        x = end(cells.losses(job(limits[name], suite.widest, 5, schedule)))
+        long[f"{name}, {schedule}"] = summary(x)[0]
+        values = (f"{v:.4f}" for v in summary(x))
+        rows.append(["time", f"{name}; {schedule}", suite.widest, 5, *values, len(x)])
     save(fig, out / "ablate.png")
     head = ["part", "variant", "width", "horizons", "loss", "stderr", "nets"]
     write_table(out / "ablate.csv", head, rows)
@@ -184,9 +187,12 @@ def _finding(ends: dict, long: dict[str, float], sizes: Sizes) -> Finding:
         "λ1 = 0.01 is ahead of 0.001 and 0.1": not (
             top["lam1 0.001"] <= top["as shipped"] or top["lam1 0.1"] <= top["as shipped"]
         ),
-        "t_max helps beyond the horizon": long["t_max, constant"] <= long["no t_max, constant"],
-        "a cosine schedule helps beyond the horizon": long["t_max, cosine"]
-        <= long["t_max, constant"],
+        "t_max helps beyond the horizon": long["no annealing, constant"]
+        <= long["no annealing, no t_max, constant"],
+        "annealing helps beyond the horizon": long["as shipped, constant"]
+        <= long["no annealing, constant"],
+        "a cosine schedule helps beyond the horizon": long["as shipped, cosine"]
+        <= long["as shipped, constant"],
         "relative epsilons are ahead of the reference's on the widest net": last[
             "relative epsilons"
         ]

@@ -58,10 +58,10 @@ PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
 }
 
 
-def schedule_of(name: str, steps: int) -> Callable[[int], float]:
-    """The factor on the rate at step t: "constant", or "cosine" from 1 to 0.1 over the run."""
+def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
+    """The factor on the rate at step t: none if "constant", "cosine" from 1 to 0.1 over the run."""
     if name == "constant":
-        return lambda t: 1.0
+        return None
     if name == "cosine":
         return lambda t: 0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * t / steps)))
     raise ValueError(f"unknown schedule {name!r}: use constant or cosine.")

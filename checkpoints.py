@@ -70,8 +70,11 @@ def find(name: str | os.PathLike) -> Path:
     return path
 
 
-def load(name: str | os.PathLike) -> LO:
-    """Read a learned optimizer by path, or a shipped one by name, such as load("mulo_m")."""
+def load(name: str | os.PathLike, **changes) -> LO:
+    """Read a learned optimizer by path, or a shipped one by name, such as load("mulo_m").
+
+    `changes` are to its config: anneal=0.0, say, under a learning rate schedule of your own.
+    """
     path = find(name)
     content = _read(path)
     if content.get("format") != FORMAT:
@@ -87,11 +90,12 @@ def load(name: str | os.PathLike) -> LO:
         config, weights = content["config"], content["weights"]
         if content["sha256"] != _digest(config, weights):
             raise ValueError("its checksum is wrong")
-        return build(LOConfig(**config), weights)
+        lo = build(LOConfig(**config), weights)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged or of another release ({error}): get it again."
         ) from None
+    return lo.with_config(**changes) if changes else lo
 
 
 def digest(lo: LO) -> str:

@@ -291,6 +291,17 @@ def time_features(
     return torch.tanh(x if spec == "paper" else x - 1)
 
 
+def pace(t: Tensor, t_max: float | None, power: float) -> Tensor | float:
+    """The factor on updates after the meta-trained horizon, (t_max / t)^power; 1 up to it.
+
+    DIVERGES: in the reference an optimizer knows no horizon. At the rate that was best for t_max
+    steps the loss stops falling some time after it, as it would under Adam.
+    """
+    if t_max is None or not power:
+        return 1.0
+    return (t_max / wide(t).clamp_min(t_max)) ** power
+
+
 def fraction_features(
     t: Tensor, num_steps: Tensor, spec: str, fractions: Tensor | None = None
 ) -> Tensor:

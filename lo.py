@@ -33,6 +33,7 @@ class LOConfig:
     eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
     t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
+    anneal: float = 0.0  # beyond t_max updates shrink as (t_max / t)^anneal
     lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
     param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
     param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
@@ -52,7 +53,7 @@ class LOConfig:
         for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
-        for name in ("lam1", "lam2", "eps_rms", "t_max"):
+        for name in ("lam1", "lam2", "eps_rms", "t_max", "anneal"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and 0 <= value < math.inf
             if not number and (name, value) != ("t_max", None):
@@ -84,6 +85,12 @@ class LO(nn.Module):
         self.config = config
         for name, value in self.initial_weights(config, generator).items():
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def with_config(self, **fields) -> LO:
+        """A copy with the same weights under another config."""
+        new = type(self)(dataclasses.replace(self.config, **fields))
+        new.load_state_dict(self.state_dict())
+        return new.to(next(self.parameters()).device)
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config})"

@@ -60,6 +60,7 @@ class Recipe:
     param_scale_mult: bool = False
     eps: str = "reference"  # or "relative", "fan_in": see features.Eps
     eps_rms: float = 1e-5  # in the normaliser of the features
+    anneal: float = 0.0  # beyond the unroll updates shrink as (unroll / t)^anneal
     lam1: float = 0.01  # 0.001 in SP and for VeLO
     pairs: int = 8  # perturbations per task
     micro_batch: int = 4  # of these, how many advance at a time: less memory, same result
@@ -96,12 +97,13 @@ class Recipe:
 DESK = {
     "scale": "desk", "kind": "fashion8_mlp", "widths": (16, 32, 64), "batch_size": 64,
     "hidden_size": 8, "sigma": 0.05, "unroll": 500, "shortest": 500, "truncation": 25,
-    "steps": 400, "warmup": 50, "lr": 1e-2, "lr_end": 1e-3, "micro_batch": 8,
+    "steps": 400, "warmup": 50, "lr": 1e-2, "lr_end": 1e-3, "micro_batch": 8, "anneal": 0.5,
 }  # fmt: skip
 SP = {"mup": False, "lam1": 0.001}
 VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
 DESK_VELO = {  # a bank of 256, as in the authors' VeLO: small ones make large MLPs, and noise
     "lstm_hidden": 16, "param_inits": 256, "steps": 400, "sigma": 0.02, "lr": 4e-3, "lr_end": 4e-4,
+    "anneal": 0.0,
 }  # fmt: skip
 DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: 0.001 kills SP nets before PES sees why
 RECIPES = {
@@ -140,6 +142,7 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
         param_scale_mult=r.param_scale_mult,
         eps=r.eps,
         eps_rms=r.eps_rms,
+        anneal=r.anneal,
     )
     kind = mulo.VeLO if r.net == "velo" else mulo.SmallFC
     return kind(config, torch.Generator().manual_seed(r.seed)).to(device)

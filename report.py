@@ -150,8 +150,10 @@ At 16 layers μLO_M and μVeLO_M train stably and generally outperform LO_M and 
 MLP, LO_M diverges at once (figure 5)."""),
     "horizon": ("Longer training", """
 Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop or
-diverge (figure 6). There is no schedule on μLOs in the paper; here every optimizer runs twice, at a
-constant rate and under one cosine schedule, for which AdamW and μAdam are tuned anew."""),
+diverge (figure 6). There is no schedule on μLOs in the paper; here every optimizer runs twice. At a
+constant rate μLO and LO, which know their horizon, anneal beyond it by themselves, as 1/√t (what
+that is worth is under Ablations); the others do not. Under one cosine schedule all are driven
+alike, for which AdamW and μAdam are tuned anew."""),
     "coord": ("Coordinate check", """
 Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
 grows with it (figure 2, appendix)."""),
@@ -160,8 +162,8 @@ In a deep net first-layer pre-activations stay stable with μLO_M and grow with 
 the logits of μLO_M grow steadily, those of LO_M jump (appendix)."""),
     "ablate": ("Ablations", """
 The default recipe with λ1 = 0.01 (among rates, λ1, steps and perturbations) is one of the best for
-μLO_S, fast and stable (appendix). Epsilons, single μP rules, the limit of the time features and a
-schedule are not varied in the paper."""),
+μLO_S, fast and stable (appendix). Epsilons, single μP rules, what happens beyond the meta-trained
+horizon and a schedule are not varied in the paper."""),
 }  # fmt: skip
 HEAD = """# Results
 
@@ -213,5 +215,7 @@ def write(results: Path, path: Path) -> None:
             link = os.path.relpath(results, path.parent)
             lines += section(name, results, found["checks"], found["said"], link)
             failed += [f"- {title}: {x}" for x, holds in found["checks"].items() if not holds]
+    unknown = [name for name in CLAIMS if not (results / f"{name}.json").exists()]
     failed = failed or ["Every claim below held."]
+    failed += [f"- Not run: `python evaluate.py {name}`" for name in unknown]
     write_atomically(path, "\n".join([HEAD, *failed, "", *lines]))

@@ -88,6 +88,7 @@ def literal_step(
 
     d, m = mlp(phi, A, config.hidden_layers).unflatten(1, shape).unbind(-1)  # (S, *shape) each
     update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
+    scale = scale * features.pace(t, config.t_max, config.anneal)
     new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
     return Accumulators(M, V, r, c), new_p
 
@@ -104,13 +105,17 @@ class Net:
     time: Tensor  # (S | 1, h, 11), or 0 wide for VeLO
     bias: Tensor  # (S | 1, h): b0, and the time features once `at` has added them
     layers: list[tuple[Tensor, Tensor]]  # w (S | 1, m, n), b (S | 1, m, 1)
+    pace: Tensor | float = 1.0  # (S | 1,): below 1 after the meta-trained horizon
 
     def at(self, t: Tensor, timescales: Tensor | None = None) -> Net:
         """The network at time t, () or (S,): 0 at the first step."""
         if self.config.net == "velo":  # its time features go into the LSTM
             return self
-        T = features.time_features(t.reshape(-1), self.config.t_max, self.config.spec, timescales)
-        return dataclasses.replace(self, bias=self.bias + (self.time @ T.unsqueeze(-1)).squeeze(-1))
+        config, t = self.config, t.reshape(-1)
+        T = features.time_features(t, config.t_max, config.spec, timescales)
+        bias = self.bias + (self.time @ T.unsqueeze(-1)).squeeze(-1)
+        pace = features.pace(t, config.t_max, config.anneal)
+        return dataclasses.replace(self, bias=bias, pace=pace)
 
 
 def prepare(config: LOConfig, phi: Phi) -> Net:
@@ -160,6 +165,7 @@ def fold(net: Net, ms: Tensor, r: Tensor, c: Tensor, scale: Tensor, eps: Eps) ->
 
     x_row, x_col = features.row_col_features(r, c, eps)
     lam1, lam2 = net.config.lam1, net.config.lam2
+    scale = net.pace * scale
     out = torch.stack([lam1 * scale, torch.full_like(scale, lam2)], -1).unsqueeze(-1)  # (S, 2, 1)
     *hidden, last = net.layers
     return Folded(

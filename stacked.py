@@ -199,7 +199,7 @@ def train(
     steps: int,
     seeds: list[int],
     copies: int = 1,
-    schedule: Callable[[int], float] = lambda t: 1.0,
+    schedule: Callable[[int], float] | None = None,  # of the rate, in place of annealing
     device: str = "cpu",
     look: Callable[[int, Theta], None] | None = None,
     num_steps: int | None = None,  # what VeLO is told, if not `steps`
@@ -216,6 +216,7 @@ def train(
     }  # (P, ...)
     data, P = task.data(device=device), copies * len(seeds)
     if isinstance(optimizer, LO):
+        optimizer = optimizer.with_config(anneal=0.0) if schedule else optimizer
         opt, phi = Learned(optimizer.config, task), lo_module.stacked(optimizer.to(device))
         net, state = (
             opt.prepare(phi),
@@ -234,11 +235,12 @@ def train(
         if t % 50 == 49 and not look and not torch.stack(history[-50:]).isfinite().any():
             history += [torch.full((P,), torch.nan)] * (steps - t - 1)  # all have diverged
             break
+        lr = schedule(t) if schedule else 1.0
         if isinstance(opt, Adam):
-            state, theta = opt.step(state, theta, grads, t, schedule(t))
+            state, theta = opt.step(state, theta, grads, t, lr)
         else:
             now = torch.full((P,), float(t), device=device)
-            state, theta = opt.step(net, state, theta, grads, losses, now, schedule(t))
+            state, theta = opt.step(net, state, theta, grads, losses, now, lr)
     return torch.stack(history)
 
 

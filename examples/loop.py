@@ -50,7 +50,8 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     roles = mulo.infer_roles(build, args.width)  # μLO: which parameters are input, hidden, output
     model = mulo.init_(build(args.width).to(args.device), roles)  # μLO: initial weights by role
     groups = mulo.param_groups(model, roles)  # μLO: factors on the updates
-    return model, mulo.MuLO(groups, mulo.load(args.lo), lr=args.lr or 1.0)
+    once = {} if args.schedule == "constant" else {"anneal": 0.0}  # μLO: the schedule anneals
+    return model, mulo.MuLO(groups, mulo.load(args.lo, **once), lr=args.lr or 1.0)
 
 
 def factor(step: int, args) -> float:

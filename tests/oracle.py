@@ -117,8 +117,12 @@ def mlp(x, weights):
 SCALES = np.array([1, 3, 10, 30, 100, 300, 1e3, 3e3, 1e4, 3e4, 1e5])
 
 
-def small_fc_step(tensor, meta, g, t, lam1, lam2, scale=1.0, spec="reference", t_max=None):
+def small_fc_step(
+    tensor, meta, g, t, lam1, lam2, scale=1.0, spec="reference", t_max=None, anneal=0.0
+):
     """One step of small_fc_lopt on an oracle Tensor; returns the update that was subtracted."""
+    if t_max is not None and t > t_max:
+        scale = scale / (t / t_max) ** anneal
     g = np.asarray(g, np.float64)
     tensor.accumulate(g)
     x = tensor.normalised(g)

@@ -35,6 +35,17 @@ def test_round_trip(small_fc, tmp_path):
     assert (tmp_path / "small.pt").stat().st_size < 10_000
 
 
+def test_a_config_changed_on_loading(small_fc, tmp_path):
+    mulo.save(small_fc, tmp_path / "lo.pt")
+    again = mulo.load(tmp_path / "lo.pt", t_max=None)
+    assert (again.config.t_max, again.config.lam1) == (None, 0.01)
+    assert torch.equal(again.w0, small_fc.w0)
+    with pytest.raises(ValueError, match="anneal must be a number of 0 or more, not -1"):
+        mulo.load(tmp_path / "lo.pt", anneal=-1)
+    with pytest.raises(TypeError, match="lambda1"):
+        mulo.load(tmp_path / "lo.pt", lambda1=0.1)
+
+
 def test_a_failed_write_leaves_the_old_file(small_fc, tmp_path, monkeypatch):
     mulo.save(small_fc, tmp_path / "lo.pt")
     before = (tmp_path / "lo.pt").read_bytes()

@@ -135,6 +135,12 @@ def test_t_max_holds_time():
     assert not torch.equal(late, features.time_features(torch.tensor(1e6), None, "reference"))
 
 
+def test_pace_is_one_up_to_the_horizon():
+    t = torch.tensor([0.0, 499.0, 500.0, 2000.0, 50_000.0])
+    assert features.pace(t, 500, 0.5).tolist() == pytest.approx([1, 1, 1, 0.5, 0.1])
+    assert features.pace(t, 500, 0.0) == features.pace(t, None, 0.5) == 1.0
+
+
 @pytest.mark.parametrize(
     ("shape", "jax", "torch_"),
     [
@@ -170,6 +176,7 @@ VARIANTS = {
     "relative": {"eps": "relative"},
     "paper": {"spec": "paper"},
     "t_max": {"t_max": 2.0},
+    "anneal": {"t_max": 1.5, "anneal": 0.5},
     "one layer": {"hidden_layers": 1},
     "three layers of 8": {"hidden_layers": 3, "hidden_size": 8},
 }
@@ -195,9 +202,8 @@ def test_small_fc_against_the_oracle(shape, variant):
         before = p.detach().clone()
         opt.step()
         ref.p = before.double().numpy()
-        update = oracle.small_fc_step(
-            ref, meta, g.numpy(), t, 1.0, 0.5, spec=config.spec, t_max=config.t_max
-        )
+        time = {"spec": config.spec, "t_max": config.t_max, "anneal": config.anneal}
+        update = oracle.small_fc_step(ref, meta, g.numpy(), t, 1.0, 0.5, **time)
         got = (before - p.detach()).numpy()
         np.testing.assert_allclose(got, update, atol=1e-5 * max(1.0, abs(update).max()))
 

@@ -141,3 +141,13 @@ def test_schedule_drives_the_learned_optimizer():
     moving = stacked.train(TASK, lo, 4, [0])
     assert torch.equal(still[0], moving[0])
     assert not torch.allclose(still[1:], moving[1:])
+
+
+def test_a_schedule_takes_the_place_of_annealing():
+    lo = random_lo("small_fc", 0, lam1=0.1, t_max=1.0, anneal=2.0)
+    plain = lo.with_config(anneal=0.0)
+    annealed, constant = (stacked.train(TASK, x, 6, [0]) for x in (lo, plain))
+    assert torch.equal(annealed[:3], constant[:3])  # t = 0 and 1 are within the horizon
+    assert not torch.allclose(annealed[3:], constant[3:])
+    runs = (stacked.train(TASK, x, 6, [0], schedule=lambda t: 0.5) for x in (lo, plain))
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
