@@ -91,6 +91,8 @@ def run(name: str, args: argparse.Namespace) -> str:
     args.out.mkdir(parents=True, exist_ok=True)
     found = EXPERIMENTS[name](suite, Cells(args.out, args.device, args.processes), args.out)
     report.keep(found, name, args.out)
+    if all((args.out / f"{x}.csv").exists() for x in ("width", "coord")):
+        report.picture(args.out, suite.kinds[0], suite.widest)
     at_home = args.out == Path("results")
     report.write(args.out, Path("RESULTS.md") if at_home else args.out / "RESULTS.md")
     return found.said

@@ -133,6 +133,39 @@ def ordered(ends: dict[str, float]) -> str:
     )
 
 
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def picture(results: Path, kind: str, seen: int) -> None:
+    """README's: final loss against width and the coordinate check, from the tables of both."""
+    fig, (wide, check) = figure(2)
+    for name in ("mulo_m", "lo_m", "adamw", "muadam"):
+        rows = rows_of(results / "width.csv")
+        here = [r for r in rows if (r["kind"], r["optimizer"]) == (kind, name)]
+        values = ([float(r[k]) for r in here] for k in ("width", "loss", "stderr"))
+        style = "-" if name.endswith("_m") else "--"
+        wide.errorbar(*values, capsize=2, label=label(name), color=colour(name), ls=style)
+    wide.axvspan(wide.get_xlim()[0], seen, color="0.93", zorder=0, label="meta-trained")
+    wide.set(xscale="log", xlabel="width of the net", ylabel="final loss, 500 steps")
+    wide.set_title("An LO breaks on wider nets, a μLO does not")
+    wide.legend(fontsize=8)
+    rows = rows_of(results / "coord.csv")
+    names = list(dict.fromkeys(r["optimizer"] for r in rows))
+    for x, name in enumerate(names):
+        slopes = [min(float(r["mean |slope|"]), 2.0) for r in rows if r["optimizer"] == name]
+        check.bar(
+            [x + 0.8 * (k + 0.5) / len(slopes) - 0.4 for k in range(len(slopes))], slopes,
+            0.7 / len(slopes), color=colour(name),
+        )  # fmt: skip
+    check.axhline(0.1, color="k", lw=0.8, ls=":")
+    check.set_xticks(range(len(names)), [label(n) for n in names])
+    check.set_ylabel("|slope| of log drift over log width")
+    check.set_title("Coordinate check, a bar a layer: μP is below 0.1")
+    save(fig, results / "picture.png")
+
+
 # ---------------------------------------------------------------- RESULTS.md
 
 CLAIMS = {  # experiment: title, what the paper says
