@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from user_models import MLP, ConvNet, Transformer, loss_of, task
 
@@ -79,6 +81,51 @@ class Holder(nn.Module):
 )  # fmt: skip
 def test_roles_of_layers(build, expected):
     assert roles_of(build) == expected
+
+
+SIZES = st.tuples(st.integers(1, 3), st.booleans())  # of a layer's output: a number, times width?
+NORMS = [None, nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm, lambda n: nn.GroupNorm(1, n)]
+
+
+@given(
+    kind=st.sampled_from(["linear", "conv1", "conv2", "transposed"]),
+    embedding=st.booleans(),
+    sizes=st.lists(SIZES, min_size=1, max_size=5).filter(lambda sizes: any(w for _, w in sizes)),
+    options=st.lists(
+        st.tuples(st.integers(1, 3), st.booleans(), st.sampled_from(NORMS)), min_size=5, max_size=5
+    ),
+    width=st.integers(1, 12),
+)
+def test_roles_of_random_nets(kind, embedding, sizes, options, width):
+    """By construction: what grows on both sides is hidden, on its input side alone an output."""
+    layer = {"linear": lambda i, o, k, bias: nn.Linear(i, o, bias)}
+    layer |= {"conv1": nn.Conv1d, "conv2": nn.Conv2d, "transposed": nn.ConvTranspose2d}
+    area = {"linear": 0, "conv1": 1}.get(kind, 2)
+
+    def build(w):
+        parts, inputs = [], 3
+        for n, ((size, grows), (kernel, bias, norm)) in enumerate(zip(sizes, options)):  # noqa: B905
+            outputs = size * (w if grows else 1)
+            if n == 0 and embedding:
+                parts.append(nn.Embedding(11, outputs))
+            else:
+                parts.append(layer[kind](inputs, outputs, kernel, bias=bias))
+            parts += [norm(outputs)] if norm else []
+            inputs = outputs
+        return nn.Sequential(*parts)
+
+    model, expected, scales = build(width), {}, {}
+    before, grew = 3, False
+    layers = (x for x in model.named_children() if isinstance(x[1], (*mup.LAYERS, *mup.TABLES)))
+    for (name, part), (_, grows), (kernel, *_) in zip(layers, sizes, options):  # noqa: B905
+        role = {(True, True): "hidden", (True, False): "output"}.get((grew, grows), "input")
+        expected[f"{name}.weight"] = role
+        scales[part.weight] = 1 / (before * kernel**area) if role == "hidden" else 1.0
+        before, grew = part.weight.shape[mup.weights_of(part)[0].out_axis], grows
+    roles = roles_of(build, width)
+    assert roles == dict.fromkeys(dict(model.named_parameters()), "input") | expected
+    for group in mulo.param_groups(model, roles):
+        assert all(group["scale"] == pytest.approx(scales.get(p, 1.0)) for p in group["params"])
 
 
 def test_a_bare_table_is_input_but_said():
