@@ -76,6 +76,7 @@ def test_velo_says_what_it_needs():
     with pytest.raises(ValueError, match=r"one loss, not \(3,\): take its mean"):
         opt.step(loss=torch.ones(3))
     opt.step(loss=1.5)  # a float will do
+    make(velo(), num_steps=10)[1].step(loss=1.5)  # no gradients: nothing to do
     mulo.MuLO(net.parameters(), velo(), num_steps=np.int64(10))
 
 
