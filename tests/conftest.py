@@ -67,7 +67,7 @@ def pytest_sessionfinish(session):
         if process.poll() is None:  # the session ended before all was asked for
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def made(name: str):
