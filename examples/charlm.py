@@ -49,19 +49,24 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+@loop.one_sentence()
 def main() -> float:
     parser = loop.parser(
         "A character language model.", width=128, batch=32, steps=500, every=100, lo="mulo_m"
     )
     parser.add_argument("--text", type=Path, help="a UTF-8 file (default: this repository's code)")
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128, help="characters of context")
+    parser.add_argument("--depth", type=loop.positive, default=4)
+    parser.add_argument("--length", type=loop.positive, default=128, help="characters of context")
     args = parser.parse_args()
+    if args.width % HEAD:
+        raise ValueError(f"--width must be a multiple of {HEAD}, not {args.width}.")
     files = [args.text] if args.text else sorted(Path(__file__).parents[1].glob("*.py"))
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     characters = sorted(set(text))
     index = {c: k for k, c in enumerate(characters)}
     data = torch.tensor([index[c] for c in text])
+    if len(data) <= args.length:
+        raise ValueError(f"the text has {len(data)} characters: use a --length below that.")
     print(f"{len(data):,} characters, {len(characters)} different ones")
 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:

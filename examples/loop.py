@@ -23,6 +23,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
 
 
+@contextlib.contextmanager
+def one_sentence():
+    """A file that is missing, or a flag that does not fit, is said without a traceback."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
+    return int(text)
+
+
 def parser(description: str, **defaults) -> argparse.ArgumentParser:
     """The flags that both examples share."""
     p = argparse.ArgumentParser(description=description)
@@ -30,10 +45,10 @@ def parser(description: str, **defaults) -> argparse.ArgumentParser:
     p.add_argument("--lo", default="mulo_m", help="the μLO: a shipped name or a file (mulo_m)")
     p.add_argument("--lr", type=float, help="default: 1 for a μLO, 0.001 for AdamW")
     p.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
-    p.add_argument("--width", type=int)
-    p.add_argument("--batch", type=int)
-    p.add_argument("--steps", type=int)
-    p.add_argument("--every", type=int, help="steps between checkpoints")
+    p.add_argument("--width", type=positive)
+    p.add_argument("--batch", type=positive)
+    p.add_argument("--steps", type=positive)
+    p.add_argument("--every", type=positive, help="steps between checkpoints")
     p.add_argument("--out", type=Path, help="folder of checkpoints; a run there is continued")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--seed", type=int, default=0)
@@ -46,12 +61,13 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     torch.manual_seed(args.seed)  # alike in all processes
     if args.optimizer == "adamw":
         model = build(args.width).to(args.device)
-        return model, torch.optim.AdamW(model.parameters(), lr=args.lr or 1e-3)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3 if args.lr is None else args.lr)
     roles = mulo.infer_roles(build, args.width)  # μLO: which parameters are input, hidden, output
     model = mulo.init_(build(args.width).to(args.device), roles)  # μLO: initial weights by role
     groups = mulo.param_groups(model, roles)  # μLO: factors on the updates
     once = {} if args.schedule == "constant" else {"anneal": 0.0}  # μLO: the schedule anneals
-    return model, mulo.MuLO(groups, mulo.load(args.lo, **once), lr=args.lr or 1.0)
+    lo = mulo.load(args.lo, **once)
+    return model, mulo.MuLO(groups, lo, lr=1.0 if args.lr is None else args.lr)
 
 
 def factor(step: int, args) -> float:
@@ -87,15 +103,20 @@ def run(
     start, losses, path = 0, [], args.out and args.out / f"checkpoint.rank{rank}.pt"
     if path and path.exists():
         saved = torch.load(path, map_location=args.device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        opt.load_state_dict(saved["optimizer"])
+        try:
+            model.load_state_dict(saved["model"])
+            opt.load_state_dict(saved["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            what = "is of another model or optimizer: choose another --out."
+            raise ValueError(f"{path} {what}") from error
         scheduler.load_state_dict(saved["scheduler"])
         generator.set_state(saved["generator"].cpu())
         start, losses = saved["step"], saved["losses"]
         print(f"continuing at step {start}")
     net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
-    half = torch.autocast("cuda", torch.bfloat16)
-    half = half if args.device.startswith("cuda") else contextlib.nullcontext()
+    half = contextlib.nullcontext()
+    if args.device.startswith("cuda"):
+        half = torch.autocast("cuda", torch.bfloat16)
     clock = time.monotonic()
     for step in range(start, args.steps):
         x, y = batch(generator)

@@ -52,10 +52,13 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
+@loop.one_sentence()
 def main() -> float:
     parser = loop.parser("An image classifier.", width=64, batch=64, steps=300, every=100)
     parser.add_argument("--data-dir", help="where CIFAR-10 is (default: $MULO_DATA or ./data)")
     args = parser.parse_args()
+    if args.width % 32:
+        raise ValueError(f"--width must be a multiple of 32, not {args.width}.")
     try:
         images = data.load("cifar10", data_dir=args.data_dir)
     except FileNotFoundError:

@@ -195,8 +195,9 @@ def meta_train(name):
 
 
 mine, meta_losses = meta_train("mulo_m")
-print(f"8. meta-loss {meta_losses[0]:.3f} -> {sum(meta_losses[-10:]) / 10:.3f} in 60 outer steps")
-show("8_meta", {"my μLO": (range(60), meta_losses)}, "outer step", "meta-loss")
+end = sum(meta_losses[-10:]) / 10
+print(f"8. meta-loss {meta_losses[0]:.3f} -> {end:.3f} in {len(meta_losses)} outer steps")
+show("8_meta", {"my μLO": (range(len(meta_losses)), meta_losses)}, "outer step", "meta-loss")
 
 # %% [markdown]
 # ## 9. Wider nets: standard parametrization breaks, μP repairs

@@ -7,6 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 from golden_files import Golden
+from hypothesis import given
+from hypothesis import strategies as st
 
 import checkpoints
 import mulo
@@ -44,6 +46,44 @@ def test_a_config_changed_on_loading(small_fc, tmp_path):
         mulo.load(tmp_path / "lo.pt", anneal=-1)
     with pytest.raises(TypeError, match="lambda1"):
         mulo.load(tmp_path / "lo.pt", lambda1=0.1)
+
+
+NUMBERS = st.floats(0, 1e9)
+CONFIGS = st.builds(
+    LOConfig,
+    net=st.sampled_from(["small_fc", "velo"]),
+    hidden_size=st.integers(1, 9),
+    hidden_layers=st.integers(1, 4),
+    lam1=NUMBERS,
+    lam2=NUMBERS,
+    spec=st.sampled_from(["reference", "paper"]),
+    eps=st.sampled_from(["reference", "relative", "fan_in"]),
+    eps_rms=NUMBERS,
+    t_max=st.none() | NUMBERS,
+    anneal=NUMBERS,
+    lstm_hidden=st.integers(1, 9),
+    param_inits=st.integers(1, 5),
+    param_scale_mult=st.booleans(),
+    use_bugged_loss_features=st.booleans(),
+)
+ABOUT = st.dictionaries(st.sampled_from("abc"), st.none() | st.integers() | NUMBERS | st.text())
+
+
+@given(config=CONFIGS, about=ABOUT, seed=st.integers(0, 99))
+def test_round_trip_of_any_config(tmp_path_factory, config, about, seed):
+    lo = {"small_fc": mulo.SmallFC, "velo": mulo.VeLO}[config.net](config)
+    for n, w in enumerate(lo.parameters()):
+        w.normal_(generator=torch.Generator().manual_seed(seed + n))
+    path = tmp_path_factory.getbasetemp() / "any.pt"
+    mulo.save(lo, path, **about)
+    again = mulo.load(path)
+    assert again.config == config
+    assert checkpoints.about(path) == about
+    assert checkpoints.digest(again) == checkpoints.digest(lo)
+    pairs = zip(lo.named_parameters(), again.named_parameters(), strict=True)
+    assert all(m == n and torch.equal(a, b) for (m, a), (n, b) in pairs)
+    next(again.parameters()).view(-1)[0] += 1
+    assert checkpoints.digest(again) != checkpoints.digest(lo)
 
 
 def test_a_failed_write_leaves_the_old_file(small_fc, tmp_path, monkeypatch):

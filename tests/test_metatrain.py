@@ -98,8 +98,9 @@ def test_resume_after_20_kills(tmp_path):
     rng = np.random.default_rng(0)
     expected, out, kills = tmp_path / "whole", tmp_path / "run", 0
     long = {"steps": 30, "truncation": 8}
-    done = subprocess.run(command(expected, **long), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    undisturbed = forked(command(expected, **long))
+    undisturbed.join()
+    assert undisturbed.exitcode == 0
     args = command(out, **long)
     while not (out / "lo.pt").exists():
         process = forked(args)
@@ -132,8 +133,9 @@ def test_ctrl_c_stops_between_steps(whole, tmp_path):
     steps = [int(f.stem.split("_")[1]) for f in out.glob("checkpoint_*.pt")]
     assert len(steps) == 1
     assert 1 <= steps[0] < 6
-    done = subprocess.run(resume(out), capture_output=True, cwd=ROOT)
-    assert done.returncode == 0
+    process = forked(resume(out))
+    process.join()
+    assert process.exitcode == 0
     assert finished_run(out)[0] == finished_run(whole)[0]
     assert torch.equal(finished_run(out)[1], finished_run(whole)[1])
 
@@ -248,9 +250,24 @@ def test_torchrun_resumes_bit_for_bit(processes, tmp_path):
     assert finished_run(tmp_path / "cut")[0] == finished_run(tmp_path / "whole")[0]
 
 
+def test_dry_run(monkeypatch, capsys):
+    """The paper's recipe on the meta device: what it would take, and nothing is trained."""
+    monkeypatch.setattr(sys, "argv", "metatrain.py mulo_m --scale paper --dry-run".split())
+    metatrain.main()
+    *tasks, last = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in tasks] == [f"in32_mlp_w{w}_d3" for w in (128, 512, 1024)]
+    assert 10 < float(re.search(r"about (\S+) GiB in all", last)[1]) < 12  # as the README says
+
+
 def test_messages(whole, tmp_path, complaint, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where no run is
+    other = tmp_path / "other"
+    other.mkdir()
+    state = torch.load(max(whole.glob("checkpoint_*.pt")))
+    torch.save(state | {"recipe": state["recipe"] | {"colour": 1}}, other / "checkpoint_000006.pt")
     for flags, reason in (
+        (["--widths", 0], "make them positive"),
+        (["--resume", other], "was made by other code"),
         (["--pairs", 0], "pairs must be 1 or more"),
         (["--sigma", 0], "sigma must be a number above 0"),
         (["--clip", -1], "clip must be a number above 0"),

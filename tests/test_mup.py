@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from user_models import MLP, ConvNet, Transformer, loss_of, task
 
@@ -81,6 +83,51 @@ def test_roles_of_layers(build, expected):
     assert roles_of(build) == expected
 
 
+SIZES = st.tuples(st.integers(1, 3), st.booleans())  # of a layer's output: a number, times width?
+NORMS = [None, nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm, lambda n: nn.GroupNorm(1, n)]
+
+
+@given(
+    kind=st.sampled_from(["linear", "conv1", "conv2", "transposed"]),
+    embedding=st.booleans(),
+    sizes=st.lists(SIZES, min_size=1, max_size=5).filter(lambda sizes: any(w for _, w in sizes)),
+    options=st.lists(
+        st.tuples(st.integers(1, 3), st.booleans(), st.sampled_from(NORMS)), min_size=5, max_size=5
+    ),
+    width=st.integers(1, 12),
+)
+def test_roles_of_random_nets(kind, embedding, sizes, options, width):
+    """By construction: what grows on both sides is hidden, on its input side alone an output."""
+    layer = {"linear": lambda i, o, k, bias: nn.Linear(i, o, bias)}
+    layer |= {"conv1": nn.Conv1d, "conv2": nn.Conv2d, "transposed": nn.ConvTranspose2d}
+    area = {"linear": 0, "conv1": 1}.get(kind, 2)
+
+    def build(w):
+        parts, inputs = [], 3
+        for n, ((size, grows), (kernel, bias, norm)) in enumerate(zip(sizes, options)):  # noqa: B905
+            outputs = size * (w if grows else 1)
+            if n == 0 and embedding:
+                parts.append(nn.Embedding(11, outputs))
+            else:
+                parts.append(layer[kind](inputs, outputs, kernel, bias=bias))
+            parts += [norm(outputs)] if norm else []
+            inputs = outputs
+        return nn.Sequential(*parts)
+
+    model, expected, scales = build(width), {}, {}
+    before, grew = 3, False
+    layers = (x for x in model.named_children() if isinstance(x[1], (*mup.LAYERS, *mup.TABLES)))
+    for (name, part), (_, grows), (kernel, *_) in zip(layers, sizes, options):  # noqa: B905
+        role = {(True, True): "hidden", (True, False): "output"}.get((grew, grows), "input")
+        expected[f"{name}.weight"] = role
+        scales[part.weight] = 1 / (before * kernel**area) if role == "hidden" else 1.0
+        before, grew = part.weight.shape[mup.weights_of(part)[0].out_axis], grows
+    roles = roles_of(build, width)
+    assert roles == dict.fromkeys(dict(model.named_parameters()), "input") | expected
+    for group in mulo.param_groups(model, roles):
+        assert all(group["scale"] == pytest.approx(scales.get(p, 1.0)) for p in group["params"])
+
+
 def test_a_bare_table_is_input_but_said():
     with pytest.warns(UserWarning, match=r"'pos' \(9, 16\).*table \(input\).*mulo\.Readout"):
         roles = roles_of(lambda w: Holder(pos=nn.Parameter(torch.zeros(9, w))))
@@ -113,6 +160,14 @@ def test_what_has_no_role_is_an_error(build, message):
 def test_a_constructor_that_reads_values_is_built_on_the_cpu():
     roles = roles_of(lambda w: nn.Linear(4, int(torch.ones(w).sum().item())), device="cpu")
     assert roles == {"weight": "input", "bias": "input"}
+
+
+def test_what_fails_on_the_cpu_is_the_models_own_error():
+    def build(w):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        roles_of(build, device="cpu")
 
 
 def test_layers_that_share_a_weight_have_one_role():
@@ -286,7 +341,7 @@ def test_frozen_parameters_are_left_out():
     assert sum(len(g["params"]) for g in groups) == 7
 
 
-def check(family, rules=mup.ALL, eps="relative", steps=4):
+def check(family, rules=mup.ALL, eps="relative", widths=(64, 128, 256, 512), steps=4):
     """Coordinate check of an untrained learned optimizer: its updates are O(1) times lam1.
 
     The relative epsilons show the rules alone. The reference's fixed ones change the features as
@@ -309,7 +364,7 @@ def check(family, rules=mup.ALL, eps="relative", steps=4):
 
         return model, train
 
-    return mup.coordinate_check(setup, x, [64, 128, 256, 512], steps)
+    return mup.coordinate_check(setup, x, list(widths), steps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -321,6 +376,6 @@ def test_coordinate_check(family):
         for name, slopes in result.slopes.items():
             assert slopes.abs().max() <= 0.1, (eps, name, slopes)
     hidden = next(iter(FAN_IN[family][0])).removesuffix(".weight")
-    assert check(family, ("init", "multiplier")).slopes[hidden][-1] > 0.5
     out = "6" if family is MLP else "head"
-    assert check(family, ("init", "update")).slopes[out][-1] > 0.5
+    for rules, layer in ((("init", "multiplier"), hidden), (("init", "update"), out)):
+        assert check(family, rules, widths=(64, 128, 256)).slopes[layer][-1] > 0.5

@@ -6,6 +6,8 @@ import dataclasses
 import pytest
 import torch
 from golden_files import Golden, run
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import features
@@ -136,6 +138,47 @@ def test_stacks_and_blocks_change_nothing(shape, monkeypatch):
         torch.testing.assert_close(q, together, rtol=0, atol=1e-5 * float(q.abs().max()))
         for x, y in zip(acc, acc_, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=0)
+
+
+@given(
+    shape=st.lists(st.integers(1, 7), max_size=5).map(tuple),
+    out_axis=st.sampled_from([0, 1, -1]),
+    S=st.integers(1, 3),
+    own=st.booleans(),
+    name=st.sampled_from(list(CONFIGS)),
+    size=st.sampled_from([0.0, 1e-6, 1e-2, 1e3]),
+    block=st.sampled_from([1, 200, rule.BLOCK]),
+    seed=st.integers(0, 99),
+)
+def test_three_forms_are_one_step(shape, out_axis, S, own, name, size, block, seed):
+    """Any rank and sizes, stacks with shared or own weights, gradients of any size, any blocks."""
+    gen = torch.Generator().manual_seed(seed)
+    config = dataclasses.replace(CONFIGS[name], lam1=1.0, lam2=0.1)
+    phi = network(config)
+    if own:
+        phi = {k: torch.cat([w * (1 + 0.1 * n) for n in range(S)]) for k, w in phi.items()}
+    p = torch.randn(S, *(shape or (1,)), generator=gen)
+    dims = features.factored_dims(p.shape[1:], out_axis)
+    literal = folded = features.init_accumulators(p, dims)
+    in_place = features.Accumulators(*(x.clone() for x in literal))
+    rates = torch.rand(3, S, generator=gen)  # lr times the μP factor, weight decay, 1/fan_in
+    rest = (rates[0], dims, 0.1 * rates[1], rates[2])
+    for t in (0.0, 1.0, 900.0):
+        g = size * torch.randn(p.shape, generator=gen)
+        t = t + torch.arange(float(S))
+        literal, a = rule.literal_step(config, phi, literal, p, g, t, *rest)
+        net = rule.prepare(config, phi).at(t)
+        folded, b = rule.step(net, folded, p, g, *rest)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rule, "BLOCK", block)
+            rule.step_(net, in_place, c := p.clone(), g, *rest)
+        room = 2e-5 * float((a - p).abs().max())
+        for x in (b, c):
+            torch.testing.assert_close(x, a, rtol=0, atol=room)
+        for x, y, z in zip(literal, folded, in_place, strict=True):
+            for other in (y, z):
+                torch.testing.assert_close(other, x, rtol=1e-5, atol=1e-6 * float(x.abs().max()))
+        p = a
 
 
 def test_block_axis():

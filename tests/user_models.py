@@ -1,7 +1,10 @@
-"""Small models as a user would write them: plain torch, nothing of μP in them."""
+"""Small models as a user would write them, plain torch, and how MuLO trains them."""
 
 import torch
 from torch import nn
+
+import mulo
+from lo import LOConfig
 
 
 class MLP(nn.Sequential):
@@ -73,3 +76,35 @@ def task(model_class: type[nn.Module], batch: int = 64, seed: int = 0):
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def small(lam1=0.01):
+    """An untrained small_fc_lopt."""
+    return mulo.SmallFC(LOConfig(hidden_size=4, lam1=lam1))
+
+
+def make(lo=None, model=MLP, width=16, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    lo = lo or small()
+    roles = mulo.infer_roles(model, width)
+    net = mulo.init_(model(width), roles)
+    return net, mulo.MuLO(mulo.param_groups(net, roles), lo, **kwargs)
+
+
+def velo():
+    torch.manual_seed(5)
+    config = LOConfig(net="velo", hidden_size=4, lstm_hidden=8, param_inits=4)
+    return mulo.VeLO(config)
+
+
+def train(net, opt, steps, x, y, with_loss=False):
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = loss_of(net, x, y)
+        loss.backward()
+        opt.step(loss=loss) if with_loss else opt.step()
+    return loss_of(net, x, y).item()
+
+
+def values(net):
+    return torch.cat([p.detach().float().flatten() for p in net.parameters()])

@@ -1,0 +1,287 @@
+"""The examples run: one net trained to one loss in every runtime, and loops to copy."""
+
+import functools
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import export
+import mulo
+from serving import OrtMuLO
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+import charlm  # noqa: E402
+import desk  # noqa: E402
+import loop  # noqa: E402
+import resnet  # noqa: E402
+
+
+def run(*command, **options):
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **options)
+
+
+# The tutorial, top to bottom
+
+LESS = {  # of its budgets, so that it takes seconds
+    "(1, 4, 16, 48)": "(1, 16)",
+    "(8, 64, 512)": "(8, 128)",
+    '"steps": 60': '"steps": 25',
+    "(64, 256, 1024)": "(64, 512)",
+}
+
+
+def test_tutorial(tmp_path, monkeypatch, capsys):
+    """Every cell runs, and what the cells claim holds at the smaller budgets too."""
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "examples" / "tutorial.py"
+    source = path.read_text()
+    for old, new in LESS.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    x = {"__file__": str(path), "__name__": "__main__"}
+    exec(compile(source, path, "exec"), x)
+    printed = capsys.readouterr().out
+    assert all(loss[-1] < 1.5 < loss[0] for loss in x["curves"].values())
+    assert x["trained"].mean() < 0.8 * x["start"].mean()
+    assert x["sizes"][1].mean() > 10 * x["sizes"][0].mean()  # of gradients through longer unrolls
+    few, many = map(float, re.findall(r"agree to cos = (\S+)", printed))
+    assert many > few
+    assert x["end"] < x["meta_losses"][0]
+    assert x["ends"]["lo_m"][-1] > x["ends"]["mulo_m"][-1]  # on the wide net
+    ends = [float(loss) for loss in re.findall(r"^10\..* -> (\S+)$", printed, re.M)]
+    assert len(ends) == 2
+    assert max(ends) < 1.386  # log 4
+    assert {f.name for f in Path("runs/tutorial").iterdir()} == {
+        "1_rules.png", "5_unroll.png", "8_meta.png", "9_width.png"
+    }  # fmt: skip
+
+
+# Loops to copy
+
+SMALL = {
+    charlm: ["--width", 32, "--depth", 1, "--length", 8, "--batch", 4],
+    resnet: ["--width", 32, "--batch", 32],
+}
+EXAMPLES = pytest.mark.parametrize("example", SMALL, ids=lambda example: example.__name__)
+OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "mulo"])
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Run an example, small, with these flags."""
+    (tmp_path / "text").write_text("one after the other, " * 9)
+    monkeypatch.delenv("MULO_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(example, *flags):
+        text = ["--text", "text"] if example is charlm else []
+        flags = [example.__name__, *SMALL[example], *text, *flags]
+        monkeypatch.setattr(sys, "argv", list(map(str, flags)))
+        return example.main()
+
+    return run
+
+
+@EXAMPLES
+@OPTIMIZERS
+def test_resume_bit_for_bit(start, example, optimizer, monkeypatch, capsys):
+    """A run that is cut after its first checkpoint ends as one that was not; both learn."""
+    flags = ["--optimizer", optimizer, "--steps", 8, "--every", 5]
+    end = start(example, *flags, "--out", "whole")
+    save = loop.save
+
+    def save_and_die(*args):
+        save(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        start(example, *flags, "--out", "cut")
+    monkeypatch.setattr(loop, "save", save)
+    assert start(example, *flags, "--out", "cut") == end
+    assert "continuing at step 5" in capsys.readouterr().out
+    whole, cut = (torch.load(f"{out}/checkpoint.rank0.pt") for out in ("whole", "cut"))
+    assert whole["losses"] == cut["losses"]
+    assert sum(whole["losses"][-3:]) / 3 < whole["losses"][0]
+    assert all(torch.equal(x, cut["model"][k]) for k, x in whole["model"].items())
+
+
+def test_torchrun_is_one_process_with_both_batches(start, tmp_path, monkeypatch):
+    flags = [*SMALL[charlm], "--text", tmp_path / "text", "--steps", 5, "--every", 5]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = ["--out", tmp_path / "two"]
+    done = run(sys.executable, *torchrun, "examples/charlm.py", *map(str, [*flags, *out]))
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(f"two/checkpoint.rank{rank}.pt") for rank in (0, 1)]
+    assert all(torch.equal(x, ranks[1]["model"][k]) for k, x in ranks[0]["model"].items())
+
+    whole, generators = loop.run, [torch.Generator().manual_seed(rank) for rank in (0, 1)]
+
+    def both(build, batch, loss_of, args):
+        def batches(generator):
+            parts = zip(*map(batch, generators), strict=True)
+            return tuple(map(torch.cat, parts))
+
+        return whole(build, batches, loss_of, args)
+
+    monkeypatch.setattr(loop, "run", both)
+    start(charlm, "--steps", 5, "--every", 5, "--out", "one")
+    one, losses = torch.load("one/checkpoint.rank0.pt"), [x["losses"] for x in ranks]
+    assert torch.tensor(losses).mean(0).tolist() == pytest.approx(one["losses"], rel=1e-5)
+    for k, x in one["model"].items():
+        torch.testing.assert_close(ranks[0]["model"][k], x, rtol=0, atol=1e-5)
+
+
+@EXAMPLES
+def test_wrong_flags_are_one_sentence(start, example, tmp_path, capsys):
+    start(example, "--steps", 1, "--out", "run")
+    capsys.readouterr()
+    wrong = {
+        ("--optimizer", "sgd"): "invalid choice: 'sgd'",
+        ("--steps", 0): "argument --steps: must be 1 or more, not 0",
+        ("--every", -1): "argument --every: must be 1 or more, not -1",
+        ("--batch", "x"): "argument --batch: must be 1 or more, not x",
+        ("--width", 33): "--width must be a multiple of 32, not 33.",
+        ("--lo", "nothing"): "no learned optimizer 'nothing': give a file's path",
+        ("--out", "text", "--steps", 1): "text",
+        ("--out", "run", "--width", 64): "is of another model or optimizer: choose another --out.",
+        ("--out", "run", "--optimizer", "adamw"): "is of another model or optimizer",
+    }
+    if example is charlm:
+        wrong[("--text", "nowhere")] = "nowhere"
+        wrong[("--length", 500)] = "the text has 189 characters: use a --length below that."
+    for flags, sentence in wrong.items():
+        with pytest.raises(SystemExit) as stop:
+            start(example, *flags)
+        said = capsys.readouterr().err if stop.value.code == 2 else stop.value.code  # argparse's: 2
+        assert sentence in said.splitlines()[-1]
+
+
+@OPTIMIZERS
+def test_a_rate_of_zero_is_a_rate(start, optimizer):
+    start(charlm, "--optimizer", optimizer, "--lr", 0, "--steps", 2, "--out", "run")
+    saved = torch.load("run/checkpoint.rank0.pt")
+    assert {group["initial_lr"] for group in saved["optimizer"]["param_groups"]} == {0.0}
+
+
+# The same training in every runtime
+
+
+@functools.cache
+def eager_loss():
+    return desk.train(lambda groups: mulo.MuLO(groups, mulo.load("mulo_m")))
+
+
+def said(output):
+    return float(re.findall(r"^loss (\S+)$", output, re.M)[0])
+
+
+class Calls(torch.optim.Optimizer):
+    """A step by calls of exported graphs, one for each tensor."""
+
+    def __init__(self, groups, folder, suffix):
+        kinds = ("matrix", "tall", "vector")
+        self.graphs = {k: export.open_graph(folder / f"mulo_m.{k}.{suffix}") for k in kinds}
+        self.t = 0
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            [p] = group["params"]
+            kind = "vector" if p.ndim == 1 else "tall" if p.shape[0] >= p.shape[1] else "matrix"
+            if p not in self.state:
+                shapes = [p.shape, (3, *p.shape), (3, p.shape[0]), (3, p.shape[-1])]
+                self.state[p] = [torch.zeros(1, *s) for s in shapes]
+            t, rate = torch.tensor(float(self.t)), torch.tensor([group["scale"]])
+            new = self.graphs[kind](p[None], p.grad[None], *self.state[p], t, rate)
+            p.copy_(new[0][0])
+            self.state[p] = list(new[1:])
+        self.t += 1
+
+
+@pytest.mark.parametrize("runtime", ["onnx", "pt2", "ts", "OrtMuLO"])
+def test_same_training_in_python(exported, runtime):
+    make = functools.partial(Calls, folder=exported, suffix=runtime)
+    if runtime == "OrtMuLO":
+        make = functools.partial(OrtMuLO, exported=exported)
+    loss = desk.train(make)
+    assert eager_loss() < 0.7
+    assert loss == pytest.approx(eager_loss(), rel=1e-4)
+    assert f"the same loss, {loss:.4f}," in (ROOT / "examples" / "README.md").read_text()
+
+
+def test_same_training_without_torch(exported):
+    code = "import sys, runpy; sys.modules['torch'] = None; sys.argv.pop(0); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = run(sys.executable, "-c", code, "examples/train.py", exported)
+    assert done.returncode == 0, done.stderr
+    assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
+
+
+JS = ROOT / "examples" / "js"
+
+
+@pytest.mark.skipif(
+    not shutil.which("node") or not (JS / "node_modules" / "onnxruntime-node").exists(),
+    reason="needs Node.js and `npm ci` in examples/js",
+)
+def test_same_training_in_node(exported):
+    done = run("node", JS / "train.mjs", exported)
+    assert done.returncode == 0, done.stderr
+    assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
+
+
+class Site(http.server.SimpleHTTPRequestHandler):
+    """The repository, with an exported folder in it."""
+
+    folder: Path
+
+    def translate_path(self, path):
+        name = path.split("?")[0].lstrip("/")
+        if name.startswith("exported/"):
+            return str(self.folder / name.removeprefix("exported/"))
+        return str(ROOT / name) if name != "examples/js/" else str(JS / "index.html")
+
+    def log_message(self, *args):
+        pass
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.skipif(
+    not CHROMIUM or not (JS / "node_modules" / "onnxruntime-web").exists(),
+    reason="needs Chromium and `npm ci` in examples/js",
+)
+def test_same_training_in_a_browser(exported, tmp_path):
+    site = type("Here", (Site,), {"folder": exported})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), site) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=600000"]
+        flags += ["--window-size=820,760", f"--screenshot={tmp_path / 'page.png'}", "--dump-dom"]
+        url = f"http://127.0.0.1:{server.server_port}/examples/js/?folder=/exported"
+        done = run(CHROMIUM, *flags, url, timeout=300)
+        server.shutdown()
+    [mu, adam] = re.findall(r"done: μLO loss ([\d.]+), Adam loss ([\d.]+)", done.stdout)[0]
+    assert float(mu) == pytest.approx(eager_loss(), rel=1e-4)
+    assert 0.1 < float(adam) < 2
+    assert (tmp_path / "page.png").stat().st_size > 20_000  # both curves are in it
+
+
+@pytest.mark.skipif(
+    not shutil.which("cmake") or not shutil.which("g++"), reason="needs cmake and g++"
+)
+def test_same_training_in_cpp(exported, cpp):
+    done = run(cpp / "train", exported)
+    assert done.returncode == 0, done.stderr
+    assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)

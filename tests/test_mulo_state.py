@@ -1,0 +1,249 @@
+"""MuLO in a training run: state that is saved, copied, edited; GradScaler, torch.compile, DDP."""
+
+import copy
+import io
+import pickle
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from user_models import MLP, loss_of, make, small, task, train, values, velo
+
+import mulo
+from lo import LOConfig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["small_fc", "velo"])
+def test_resume_bit_for_bit(kind, dtype, tmp_path):
+    """Save, load into a new optimizer, continue: the same bits as the run that went on."""
+    x, y = task(MLP)
+    x = x.to(dtype)
+
+    def fresh():
+        net, opt = make(velo(), num_steps=20) if kind == "velo" else make()
+        return net.to(dtype), opt
+
+    net, opt = fresh()
+    train(net, opt, 5, x, y, with_loss=True)
+    torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, tmp_path / "run.pt")
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    untouched = copy.deepcopy(saved)
+    train(net, opt, 5, x, y, with_loss=True)
+
+    again, opt = fresh()
+    again.load_state_dict(saved["net"])
+    opt.load_state_dict(saved["opt"])
+    train(again, opt, 5, x, y, with_loss=True)
+    assert torch.equal(values(net), values(again))
+
+    def leaves(tree):
+        if isinstance(tree, dict):
+            return [x for k in tree for x in leaves(tree[k])]
+        return [x for v in tree for x in leaves(v)] if isinstance(tree, list) else [tree]
+
+    for a, b in zip(leaves(saved), leaves(untouched), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 5), max_size=4).map(tuple), min_size=1, max_size=5),
+    kind=st.sampled_from(["small_fc", "velo"]),
+    eps=st.sampled_from(["reference", "relative", "fan_in"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    options=st.fixed_dictionaries(
+        {"lr": st.floats(0, 2), "scale": st.floats(0.1, 1), "weight_decay": st.floats(0, 0.1)}
+    ),
+    steps=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, options, steps, seed):
+    """Tensors of any shape in two groups, some without a gradient, saved after any step."""
+    lo = velo() if kind == "velo" else small(0.1)
+    lo.config = LOConfig(**{**vars(lo.config), "eps": eps})
+    gen = torch.Generator().manual_seed(seed)
+
+    def optimizer(params):
+        half = len(params) // 2
+        groups = [{"params": params[:half], **options}, {"params": params[half:]}]
+        return mulo.MuLO([g for g in groups if g["params"]], lo, num_steps=9)
+
+    def step(opt, params, gen):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=gen).to(dtype)
+            if torch.rand((), generator=gen) < 0.2:
+                p.grad = None
+        opt.step(loss=float(torch.rand((), generator=gen)))
+
+    params = [nn.Parameter(torch.randn(s, generator=gen).to(dtype)) for s in shapes]
+    opt = optimizer(params)
+    for _ in range(steps):
+        step(opt, params, gen)
+    torch.save([opt.state_dict(), params, gen.get_state()], file := io.BytesIO())
+    file.seek(0)
+    state, params2, position = torch.load(file, weights_only=True)
+    opt2, gen2 = optimizer(params2), torch.Generator()
+    opt2.load_state_dict(state)
+    gen2.set_state(position)
+    for _ in range(2):
+        step(opt, params, gen)
+        step(opt2, params2, gen2)
+    for p, q in zip(params, params2, strict=True):
+        assert torch.equal(p, q)
+        assert opt.state[p].keys() == opt2.state[q].keys()
+        assert all(torch.equal(x, opt2.state[q][k]) for k, x in opt.state[p].items())
+
+
+def test_mismatched_state_is_refused_whole():
+    x, y = task(MLP)
+    net, opt = make()
+    train(net, opt, 2, x, y)
+    good = copy.deepcopy(opt.state_dict())
+    fix = "build the same model, param groups and learned optimizer"
+    foreign = r"not what MuLO\.state_dict\(\) returned: load that"
+    wider = make(width=32)[1]
+    wide_net, wide = make(width=32)
+    train(wide_net, wide, 1, x, y)
+    bad = copy.deepcopy(good)
+    bad["state"][0]["extra"] = torch.zeros(1)
+    for state, message in (
+        ({}, foreign),
+        ("x", foreign),
+        (torch.optim.Adam(net.parameters()).state_dict(), foreign),
+        (mulo.MuLO(net.parameters(), opt.lo).state_dict(), f"groups of .*, not of .*{fix}"),
+        (good | {"state": {0: {**good["state"][0], "M": 3}}}, f"does not fit this one: {fix}"),
+        (wide.state_dict(), f"does not fit this one: {fix}"),
+        (bad, f"does not fit this one: {fix}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opt.load_state_dict(state)
+    for k, state in opt.state_dict()["state"].items():
+        assert all(torch.equal(v, good["state"][k][name]) for name, v in state.items())
+    with pytest.raises(ValueError, match="does not fit this one"):
+        mulo.MuLO(make()[1].param_groups, velo(), num_steps=9).load_state_dict(good)
+    wider.load_state_dict(wide.state_dict())
+
+    net, opt = make(velo(), num_steps=9)
+    train(net, opt, 2, x, y, with_loss=True)
+    state = opt.state_dict()
+    del state["state"]["loss"]
+    with pytest.raises(ValueError, match="no memory of VeLO's losses"):
+        opt.load_state_dict(state)
+    other = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=6, param_inits=4))
+    with pytest.raises(ValueError, match="does not fit this one"):
+        make(other, num_steps=9)[1].load_state_dict(opt.state_dict())
+
+
+def test_copies():
+    """deepcopy and pickle give an optimizer that goes on alone, bit for bit."""
+    x, y = task(MLP)
+    net, opt = make()
+    train(net, opt, 3, x, y)
+    copies = [copy.deepcopy((net, opt)), pickle.loads(pickle.dumps((net, opt)))]
+    train(net, opt, 3, x, y)
+    for net2, opt2 in copies:
+        assert not torch.equal(values(net), values(net2))
+        train(net2, opt2, 3, x, y)
+        assert torch.equal(values(net), values(net2))
+
+
+def test_state_can_be_edited():
+    """A state that is replaced, or changed in place, is what the next step uses."""
+    x, y = task(MLP)
+    net, opt = make()
+    train(net, opt, 2, x, y)
+    p = net[2].weight
+    opt.state[p]["M"] = torch.zeros_like(opt.state[p]["M"])
+    opt.state[net[4].weight]["V"].zero_()
+    opt.zero_grad()
+    loss_of(net, x, y).backward()
+    opt.step()
+    g = p.grad
+    torch.testing.assert_close(opt.state[p]["M"][0], 0.1 * g, rtol=1e-4, atol=1e-9)
+    g = net[4].weight.grad
+    torch.testing.assert_close(opt.state[net[4].weight]["V"], 0.001 * g**2, rtol=1e-3, atol=1e-12)
+
+
+def test_the_weights_are_read_at_every_step():
+    """Weights that are replaced, changed or of another dtype are what the next step uses."""
+    p = nn.Parameter(torch.ones(3, 3))
+    lo = small(0.1)
+    opt = mulo.MuLO([p], lo)
+    p.grad = torch.randn(3, 3)
+    opt.step()
+    before = p.detach().clone()
+    zeros = torch.zeros(sum(w.numel() for w in lo.parameters()))
+    torch.nn.utils.vector_to_parameters(zeros, lo.parameters())
+    opt.step()
+    assert torch.equal(p.detach(), before)
+    opt.lo = small(0.1).half()
+    opt.step()
+    assert not torch.equal(p.detach(), before)
+
+
+def test_grad_scaler():
+    """Scaled losses train as unscaled ones; a step with infinite gradients is skipped whole."""
+    x, y = task(MLP)
+    plain, opt = make()
+    train(plain, opt, 3, x, y)
+    net, opt = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for t in range(4):
+        opt.zero_grad()
+        scaler.scale(loss_of(net, x, y)).backward()
+        if t == 3:
+            net[0].weight.grad[0, 0] = float("inf")
+        scaler.step(opt)
+        scaler.update()
+    torch.testing.assert_close(values(net), values(plain), rtol=0, atol=1e-6)
+    assert opt.param_groups[0]["step"] == 3
+    assert opt.nonfinite == 0
+
+
+def test_compiled_model_and_accumulated_gradients():
+    """A compiled model, and a batch in two halves, give what the plain model gives."""
+    x, y = task(MLP)
+    plain, opt = make()
+    train(plain, opt, 3, x, y)
+    net, opt = make()
+    compiled = torch.compile(net, backend="aot_eager")
+    for _ in range(3):
+        opt.zero_grad()
+        for half in (slice(0, 32), slice(32, 64)):
+            (loss_of(compiled, x[half], y[half]) / 2).backward()
+        opt.step()
+    torch.testing.assert_close(values(net), values(plain), rtol=0, atol=2e-6)
+
+
+def _ddp_worker(rank, world, port, out):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    x, y = task(MLP)
+    torch.manual_seed(0)
+    lo = small()
+    roles = mulo.infer_roles(MLP, 16)
+    net = nn.parallel.DistributedDataParallel(mulo.init_(MLP(16), roles))
+    opt = mulo.MuLO(mulo.param_groups(net, roles), lo)
+    half = slice(rank * 32, rank * 32 + 32)
+    train(net, opt, 4, x[half], y[half])
+    torch.save(values(net), f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp(tmp_path):
+    """Two gloo processes, half a batch each, give what one process gives on the whole batch."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_ddp_worker, (2, port, str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
+    assert torch.equal(first, second)
+    x, y = task(MLP)
+    net, opt = make()
+    train(net, opt, 4, x, y)
+    torch.testing.assert_close(first, values(net), rtol=0, atol=2e-6)
