@@ -110,10 +110,12 @@ def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
     return order[-2] - n, order[-1] - n
 
 
-def init_accumulators(p: Tensor, dims: Dims) -> Accumulators:
-    """Zeros for a stack p of shape (S, *shape)."""
+def init_accumulators(p: Tensor, dims: Dims, apart: bool = False) -> Accumulators:
+    """Zeros for a stack p of shape (S, *shape); `apart` if each decay of M is to be contiguous."""
     z = p.new_zeros((), dtype=torch.float32)
     M = z.new_zeros((p.shape[0], 3, *p.shape[1:]))
+    if apart:
+        M = z.new_zeros((3, *p.shape)).transpose(0, 1)
     r_shape, c_shape = list(M.shape), list(M.shape)
     if dims is not None:
         r_shape[dims[1]], c_shape[dims[0]] = 1, 1
@@ -153,14 +155,15 @@ def is_clean(g: Tensor, clip: float = G_MAX) -> bool:
 
 
 def accumulate(
-    M: Momenta, V: Tensor, g: Tensor, q: Tensor, rates: Rates, out=(None, None)
+    M: Momenta, V: Tensor, g: Tensor, q: Tensor, rates: Rates, in_place: bool = False
 ) -> tuple[Momenta, Tensor]:
     """M_i <- beta_i M_i + (1 - beta_i) g and V <- beta_4 V + (1 - beta_4) q, where q = g^2."""
-    g1, V = g.unsqueeze(1), torch.lerp(V, q, trailing(rates.V[:, 0], V.ndim), out=out[1])
+    mix = Tensor.lerp_ if in_place else torch.lerp
+    g1, V = g.unsqueeze(1), mix(V, q, trailing(rates.V[:, 0], V.ndim))
     if isinstance(M, Tensor):
-        return torch.lerp(M, g1, trailing(rates.M, M.ndim), out=out[0]), V
-    pieces = zip(M, cut(rates.M, M), out[0] or [None] * len(M), strict=True)
-    return [torch.lerp(m, g1, trailing(rate, m.ndim), out=o) for m, rate, o in pieces], V
+        return mix(M, g1, trailing(rates.M, M.ndim)), V
+    pieces = zip(M, cut(rates.M, M), strict=True)
+    return [mix(m, g1, trailing(rate, m.ndim)) for m, rate in pieces], V
 
 
 def accumulate_factored(
@@ -251,7 +254,7 @@ def dense_features(
         return [a * b for a, b in zip(*(cut(x, M) for x in pair), strict=True)]
 
     rho = product(s.grad)
-    rho_M = rho if s.mom is s.grad else product(s.mom)
+    rho_M = rho if s.mom[1] is s.grad[1] else product(s.mom)
     V = V if isinstance(s.unit_V, float) else V / s.unit_V
     g1, inv_M = g.unsqueeze(1), inv_M.unsqueeze(1)  # (S, 1, *shape)
     parts = [

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -44,10 +44,14 @@ def rates_of(config: LOConfig, phi: Phi) -> Rates:
     )
 
 
+def clip_of(config: LOConfig) -> float:
+    """Where gradients are clipped."""
+    return 1000.0 if config.net == "velo" else features.G_MAX
+
+
 def _setting(config: LOConfig, eps_scale: Tensor | float) -> tuple[Eps, float]:
-    """The epsilons, and where gradients are clipped (VeLO: 1000)."""
-    eps = Eps(config.eps, config.eps_rms, eps_scale)
-    return eps, 1000.0 if config.net == "velo" else features.G_MAX
+    """The epsilons, and where gradients are clipped."""
+    return Eps(config.eps, config.eps_rms, eps_scale), clip_of(config)
 
 
 def literal_step(
@@ -249,7 +253,7 @@ def factor_(
 def accumulate_(net: Net, p: Tensor, g: Tensor, M: Momenta, V: Tensor, s: Scales) -> Tensor:
     """Pass 2: M and V of a block in place; sums of squares of its dense features, (S, D)."""
     g = g.float()
-    features.accumulate(M, V, g, g.square(), net.rates, out=(M, V))
+    features.accumulate(M, V, g, g.square(), net.rates, in_place=True)
     X = features.dense_features(p.float(), g, M, V, s, net.config.feature_set)
     # First along one axis: sums of sums are more exact.
     return torch.cat([x.square().sum(-1, True).flatten(2).sum(-1) for x in X], 1)
@@ -296,6 +300,13 @@ def block_axis(shape: tuple[int, ...], entries: int) -> tuple[int, int]:
     return axis - len(shape), max(1, entries // max(slices[axis], 1))
 
 
+def splitter(config: LOConfig, shape: tuple[int, ...]) -> Callable[[Tensor], Sequence[Tensor]]:
+    """What cuts a stack (S, *shape), and all that goes with it, into blocks."""
+    axis, length = block_axis(shape[1:], block_entries(config) // shape[0])
+    count = -(-shape[axis] // length)
+    return lambda x: x.split(length, axis) if x.shape[axis] > 1 else [x] * count
+
+
 def step_(
     net: Net,
     acc: Accumulators,
@@ -315,11 +326,7 @@ def step_(
     eps, clip = _setting(net.config, eps_scale)
     g, bad = screen(g, clip)
     M, V, r, c = acc
-    axis, length = block_axis(p.shape[1:], block_entries(net.config) // len(p))
-
-    def split(x: Tensor) -> Sequence[Tensor]:
-        return x.split(length, axis) if x.shape[axis] > 1 else [x] * -(-p.shape[axis] // length)
-
+    split = splitter(net.config, p.shape)
     row_mean, col_mean = torch.zeros_like(r[:, 0]), torch.zeros_like(c[:, 0])
     for g_b, *means in zip(*map(split, (g, row_mean, col_mean)), strict=True):
         for mean, share in zip(means, mean_squares(g_b, dims, p.shape), strict=True):
