@@ -71,6 +71,7 @@ def _layer(w: Tensor, b: Sequence[Tensor], x: list[Tensor]) -> list[Tensor]:
     return out
 
 
+@torch.no_grad()  # views of M are traced as what they are only without gradients
 def step_(
     net: Net,
     acc: Accumulators,
@@ -90,15 +91,13 @@ def step_(
     g, bad = rule.screen(g.reshape(p.shape).contiguous(), rule.clip_of(net.config))
     if not isinstance(decay, Tensor):
         decay = torch.zeros_like(scale)
-    if net.config.eps != "fan_in":
-        eps_scale = None
-    elif not isinstance(eps_scale, Tensor):
-        eps_scale = torch.full_like(scale, eps_scale)
+    if not isinstance(eps_scale, Tensor):
+        eps_scale = None if eps_scale == 1 else torch.full_like(scale, eps_scale)
     first = (x.contiguous() for x in (net.dense, net.row, net.col))  # strides are fixed too
     layers = [(w.contiguous(), b.contiguous()) for w, b in net.layers]
     weights = (net.rates, *first, None, net.bias, layers)
     shared = [x.shape[0] == 1 for x in (p, *net.rates, net.dense, net.bias)]  # a size 1 is fixed
-    passes = Passes.of(net.config, p.device, p.dtype, g.dtype, *shared)
+    passes = Passes.of(net.config, eps_scale is None, p.device, p.dtype, g.dtype, *shared)
     if wide not in passes.traced:
         passes.trace(wide, weights, p, g, scale, decay, eps_scale)
     passes.run(wide, weights, acc, p, g, scale, decay, eps_scale)
@@ -135,7 +134,7 @@ class Passes:
     ) -> None:
         """A step in place of matrices, `wide` if d0 is their last axis."""
         M, V, r, c = acc
-        M = M.split(1, 1)  # one tensor to a decay
+        M = [x.view(V.shape).unsqueeze(1) for x in M.unbind(1)]  # with the same strides always
         mark(p, g, *M, V, r, c)
         s = self.means[wide](weights[0], V, r, c, g, eps_scale)
         pair = s.grad

@@ -40,7 +40,7 @@ def worst(config, phi, shapes, steps=3, S=1, dtype=torch.float32, change=lambda 
     gen = torch.Generator().manual_seed(0)
     error = 0.0
     for shape in shapes:
-        p = torch.randn(S, *(shape or (1,)), generator=gen).to(dtype)
+        p = 0.01 * torch.randn(S, *(shape or (1,)), generator=gen).to(dtype)
         dims = features.factored_dims(tuple(p.shape[1:]))
         q, a = p.clone(), features.init_accumulators(p, dims)
         b = features.init_accumulators(p, dims, apart=True)
@@ -48,7 +48,7 @@ def worst(config, phi, shapes, steps=3, S=1, dtype=torch.float32, change=lambda 
         for t in range(steps):
             g = 0.1 * torch.randn(p.shape, generator=gen).to(dtype)
             net = rule.prepare(config, phi).at(torch.full((S,), float(t)))
-            rest = (torch.ones(S), dims, torch.full((S,), 0.01), torch.full((S,), 0.1))
+            rest = (torch.ones(S), dims, torch.full((S,), 0.01))
             before = p.clone()
             rule.step_(net, a, p, g, *rest)
             fused.step_(change(net), b, q, g, *rest)
