@@ -1,26 +1,27 @@
-"""Speed and memory, side by side in one run: this machine's noise falls on all alike.
+"""Speed and memory, side by side in one run. Writes its section of BENCHMARKS.md.
 
-    python bench.py step                # the optimizer step: literal and folded form, and AdamW
+    python bench.py all                 # everything below: half an hour
+    python bench.py step                # the optimizer step: compiled, folded, literal, and AdamW
+    python bench.py memory              # extra memory of a step, and that of the state
+    python bench.py many                # models of many tensors: a ViT and a ResNet
+    python bench.py roofline            # what this machine could do at best
     python bench.py tasks               # stacked nets against a loop, batches against a DataLoader
-    python bench.py metatrain           # an outer step against vmap and literal features
+    python bench.py metatrain           # an outer step: compiled, folded, vmap and literal features
     python bench.py export              # the step in onnxruntime against the eager one, file sizes
     python bench.py step --repeats 50   # steadier figures
 
-Contestants take turns; each one's figure is the minimum over the repeats of the CPU time of a step,
-divided by the number of parameters. One thread. Freed memory is kept by the allocator (this program
-starts itself anew with glibc's MALLOC_ variables set), because page faults would otherwise count
-against whatever allocates most. Extra memory is the peak of tensor memory during a step above what
-was there before, as torch's profiler reports every allocation.
+One thread. `measure.py` tells how it is measured. PyLO's optimizer and mup's AdamW take part where
+they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import math
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,52 +34,17 @@ import data
 import export
 import features
 import lo
+import measure
 import metatrain
 import mulo
 import pes
 import rule
 import tasks
-
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
-QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler's own chatter
+from measure import Table, extra_bytes, race
 
 
-def keep_freed_memory() -> None:
-    """Start anew with an allocator that keeps what is freed (glibc reads this at the start)."""
-    if any(os.environ.get(k) != v for k, v in KEEP_MEMORY.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY | QUIET)
-
-
-def race(contestants: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """The minimum CPU seconds of each contestant, taking turns."""
-    best = dict.fromkeys(contestants, math.inf)
-    for round_ in range(repeats + 2):  # two rounds to warm up
-        for name, run in contestants.items():
-            start = time.process_time()
-            run()
-            took = time.process_time() - start
-            if round_ >= 2:
-                best[name] = min(best[name], took)
-    return best
-
-
-def extra_bytes(run: Callable[[], None]) -> int:
-    """Peak of tensor memory during run() above what was allocated before it."""
-    run()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
-    memory = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(memory, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
-def parameters_of(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
-    params = [nn.Parameter(0.02 * torch.randn(shape)) for shape in shapes]
+def parameters_of(shapes: list[tuple[int, ...]], device: str = "cpu") -> list[nn.Parameter]:
+    params = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
     for p in params:
         p.grad = 0.001 * torch.randn_like(p)
     return params
@@ -103,42 +69,138 @@ def literal(params: list[nn.Parameter], net: mulo.LO) -> Callable[[], None]:
     return run
 
 
-def contestants_for(shapes: list[tuple[int, ...]], hidden: int, with_literal: bool) -> dict:
-    net = mulo.SmallFC(mulo.LOConfig(hidden_size=hidden), torch.Generator().manual_seed(0))
+def others(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], None]]:
+    """AdamW, and what is installed of other people's."""
     adamw = {"lr": 1e-6, "weight_decay": 0.01}
-    found = {f"μLO folded, H={hidden}": mulo.MuLO(parameters_of(shapes), net).step}
-    if with_literal:
-        found[f"μLO literal, H={hidden}"] = literal(parameters_of(shapes), net)
-    for kind in ("foreach", "fused"):
-        found[f"AdamW {kind}"] = torch.optim.AdamW(
-            parameters_of(shapes), **adamw, **{kind: True}
+    found = {
+        f"AdamW {kind}": torch.optim.AdamW(
+            parameters_of(shapes, device), **adamw, **{kind: True}
         ).step
+        for kind in ("foreach", "fused")
+    }
+    with contextlib.suppress(ImportError):
+        from mup import MuAdamW  # the package, unless our module of that name comes first
+
+        found["mup's AdamW"] = MuAdamW(parameters_of(shapes, device), **adamw).step
+    with contextlib.suppress(ImportError):
+        from pylo.optim import AdafacLO_naive
+
+        found["PyLO, naive"] = AdafacLO_naive(parameters_of(shapes, device)).step
     return found
 
 
-def bench_step(repeats: int) -> None:
-    mlp = [(1024, 3072), (1024,), (1024, 1024), (1024,), (1000, 1024), (1000,)]
-    cases = {
-        "one tensor of 1024x1024": ([(1024, 1024)], (4, 32), True),
-        "200 tensors of 16x16": ([(16, 16)] * 200, (4,), False),
-        "an MLP of 3072-1024-1024-1000": (mlp, (32,), False),
+def contestants_for(
+    shapes: list[tuple[int, ...]],
+    hidden: int,
+    with_literal: bool,
+    device: str = "cpu",
+    compiled: bool = True,
+) -> dict[str, Callable[[], None]]:
+    """Names and steps: ours first, then AdamW's."""
+    net = mulo.SmallFC(mulo.LOConfig(hidden_size=hidden), torch.Generator().manual_seed(0))
+    net = net.to(device)
+    forms = {"compiled": True} if compiled else {}
+    found = {
+        f"μLO {form}, H={hidden}": mulo.MuLO(parameters_of(shapes, device), net, compile=how).step
+        for form, how in (forms | {"folded": False}).items()
     }
-    for title, (shapes, hidden_sizes, with_literal) in cases.items():
-        n = sum(math.prod(shape) for shape in shapes)
-        for hidden in hidden_sizes:
-            print(f"\n{title}: {n:,} parameters, {len(shapes)} tensor(s)")
-            runs = contestants_for(shapes, hidden, with_literal)
-            best = race(runs, repeats)
-            adamw, folded = best["AdamW foreach"], best[f"μLO folded, H={hidden}"]
-            heads = ("ns/param", "µs/tensor", "x AdamW", "x folded", "bytes/param")
-            print(f"{'':20}" + "".join(f"{head:>13}" for head in heads))
-            for name, took in best.items():
-                row = (took / n * 1e9, took / len(shapes) * 1e6, took / adamw, took / folded)
-                row += (extra_bytes(runs[name]) / n,)
-                print(f"{name:20}" + "".join(f"{x:13.2f}" for x in row))
+    if with_literal and device == "cpu":
+        found[f"μLO literal, H={hidden}"] = literal(parameters_of(shapes), net)
+    return found | others(shapes, device)
 
 
-def bench_tasks(repeats: int) -> None:
+def compare(
+    title: str, shapes: list, hidden: int, with_literal: bool, repeats: int, device: str
+) -> Table:
+    """A race as a table; the first step, compilers included, is timed apart."""
+    n = sum(math.prod(shape) for shape in shapes)
+    runs = contestants_for(shapes, hidden, with_literal, device)
+    start = time.perf_counter()
+    next(iter(runs.values()))()
+    first = time.perf_counter() - start
+    best = race(runs, repeats, device)
+    adamw = best["AdamW foreach"]
+    slowest = best.get(f"μLO literal, H={hidden}", math.nan)
+    rows = {
+        name: [
+            took * 1e9 / n,
+            took / adamw,
+            slowest / took if slowest == slowest else "",
+            extra_bytes(runs[name]) / n if device == "cpu" else "",
+        ]
+        for name, took in best.items()
+    }
+    head = ["ns/param", "x AdamW foreach", "x faster than literal", "extra bytes/param"]
+    note = f"First compiled step, with the compiler if its cache is empty: {first:.0f} s."
+    title = f"{title}: {n:,} parameters in {len(shapes)} tensor(s), H = {hidden}"
+    return Table(title, head, rows, [note])
+
+
+def bench_step(repeats: int, device: str) -> list[Table]:
+    mlp = [(1024, 3072), (1024,), (1024, 1024), (1024,), (1000, 1024), (1000,)]
+    bars = {4: ((2.3, 1.8), 25, 4.1), 32: ((12, 8), 6.5, 4.0)}
+    tables = []
+    for hidden, ((bar, stretch), faster, most) in bars.items():
+        table = compare("1024x1024", [(1024, 1024)], hidden, True, repeats, device)
+        got = table.rows[f"μLO compiled, H={hidden}"]
+        table.notes.append(
+            f"Bars: at most {bar}x AdamW foreach (stretch {stretch}x): {got[1]:.2f}x; at least "
+            f"{faster}x faster than literal: {got[2] or math.nan:.1f}x; at most {most} extra bytes "
+            f"per parameter: {got[3] or math.nan:.2f}."
+        )
+        tables.append(table)
+    small = [(16, 16)] * 200
+    tables.append(compare("200 tensors of 16x16", small, 4, False, repeats, device))
+    return [*tables, compare("MLP 3072-1024-1024-1000", mlp, 32, False, repeats, device)]
+
+
+def bench_memory(repeats: int, device: str) -> list[Table]:
+    """Extra memory by the profiler, and the state that stays."""
+    tables = []
+    for shape in ((1024, 1024), (4096, 1024), (1_000_000,)):
+        n, rows = math.prod(shape), {}
+        for hidden in (4, 32):
+            for name, run in contestants_for([shape], hidden, True).items():
+                extra = extra_bytes(run) / n
+                owner = getattr(run, "__self__", None)
+                held = [x for s in owner.state.values() for x in s.values()] if owner else []
+                state = sum(x.nbytes for x in held if isinstance(x, torch.Tensor)) / n
+                rows[name] = [extra, state if owner else ""]
+        tables.append(Table(f"{shape}", ["extra bytes/param", "state, bytes/param"], rows))
+    return tables
+
+
+def bench_many(repeats: int, device: str) -> list[Table]:
+    tables = []
+    for name in ("vit_w192_d14", "resnet_w512"):
+        model = tasks.get(name).skeleton()
+        shapes = [tuple(p.shape) for p in model.parameters()]
+        table = compare(name, shapes, 4, False, repeats, device)
+        if name.startswith("vit"):
+            got = table.rows["μLO compiled, H=4"][1]
+            table.notes.append(f"Bar: at most 4x AdamW foreach: {got:.2f}x.")
+        tables.append(table)
+    return tables
+
+
+def bench_roofline(repeats: int, device: str) -> list[Table]:
+    """The least time of a step, from bytes moved and operations done, and how far we are."""
+    can = measure.limits(repeats)
+    passes = {"g": 4, "p, g, M, V read, M, V written": 40, "p, g, M, V read, p written": 28}
+    size, rows = 1024 * 1024, {}
+    for hidden in (4, 32):
+        flops = 2 * (16 * hidden + hidden * hidden + 2 * hidden) + 60  # the net; features twice
+        limit = max(sum(passes.values()) / can["bandwidth"], flops / can["gemm"]) * 1e9
+        step = contestants_for([(1024, 1024)], hidden, False)[f"μLO compiled, H={hidden}"]
+        took = race({"": step}, repeats)[""] / size * 1e9
+        rows[f"H={hidden}"] = [sum(passes.values()), flops, limit, took, took / limit]
+    rates = f"{can['bandwidth'] / 1e9:.1f} GB/s copied, {can['gemm'] / 1e9:.0f} GFLOP/s multiplied"
+    head = ["bytes/param", "FLOP/param", "limit, ns/param", "compiled, ns/param", "x limit"]
+    parts = "; ".join(f"{n} B ({what})" for what, n in passes.items())
+    return [Table(f"1024x1024: {rates}", head, rows, [f"Three passes: {parts}."])]
+
+
+def bench_tasks(repeats: int, device: str) -> list[Table]:
     task, P = tasks.get("fashion8_mlp_w64_d3"), 16
     generator = torch.Generator().manual_seed(0)
     params = {k: p.requires_grad_() for k, p in task.init(P, generator).items()}
@@ -154,11 +216,9 @@ def bench_tasks(repeats: int) -> None:
             torch.autograd.grad(loss, list(model.parameters()))
 
     best = race({"stacked": stacked, "loop": loop}, repeats)
-    ratio = best["loop"] / best["stacked"]
-    print(f"\nlosses and gradients of {P} nets, {task.name}, batch {task.batch_size}")
-    print(
-        f"stacked {best['stacked'] * 1e3:.2f} ms, a loop {best['loop'] * 1e3:.2f} ms: {ratio:.1f}x"
-    )
+    rows = {name: [took * 1e3, best["loop"] / took] for name, took in best.items()}
+    title = f"losses and gradients of {P} nets, {task.name}, batch {task.batch_size}"
+    tables = [Table(title, ["ms", "x faster than a loop"], rows)]
 
     torch.set_num_threads(2)  # as many as the loader has workers
     x = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8)
@@ -186,11 +246,11 @@ def bench_tasks(repeats: int) -> None:
         seconds["DataLoader"].append((time.perf_counter() - start) / 11)
         del loader
     seconds = {name: statistics.median(took) for name, took in seconds.items()}
-    ratio = seconds["DataLoader"] / seconds["Images.batch"]
-    print(f"\na batch of {size} images of 3x32x32, drawn and normalised, from 50,000 in memory")
-    for name, took in seconds.items():
-        print(f"{name:14}{took * 1e3:8.1f} ms")
-    print(f"{ratio:.1f}x faster (2 threads) than a DataLoader with 2 workers")
+    torch.set_num_threads(1)
+    rows = {k: [took * 1e3, seconds["DataLoader"] / took] for k, took in seconds.items()}
+    title = f"a batch of {size} images of 3x32x32, drawn and normalised, from 50,000 in memory"
+    note = "Wall time, 2 threads and 2 workers."
+    return [*tables, Table(title, ["ms", "x faster than a DataLoader"], rows, [note])]
 
 
 def straightforward(particles: pes.Particles) -> Callable:
@@ -225,43 +285,51 @@ def straightforward(particles: pes.Particles) -> Callable:
     return inner_step
 
 
-def bench_metatrain(repeats: int) -> None:
+def bench_metatrain(repeats: int, device: str) -> list[Table]:
     r = metatrain.recipe("mulo_m")
-    ours, plain = (pes.Trainer(r, metatrain.new_lo(r)) for _ in range(2))
+    names = ("stacked, compiled", "stacked, folded", "vmap, literal")
+    *_, plain = trainers = [
+        pes.Trainer(dataclasses.replace(r, compile=name == names[0]), metatrain.new_lo(r))
+        for name in names
+    ]
     for [particles] in plain.particles:
         particles.inner_step = straightforward(particles)
         particles.opt.prepare = lambda phi: phi
-    rows = [trainer.advance() for trainer in (ours, plain)]
-    losses = [row["meta_loss"] for row in rows]
-    print(f"\nmulo_m at desk scale; both start with meta-loss {losses[0]:.6f}, {losses[1]:.6f}")
-    runs = {"stacked, folded": ours.advance, "vmap, literal": plain.advance}
+    losses = [trainer.advance()["meta_loss"] for trainer in trainers]
+    runs = dict(zip(names, [t.advance for t in trainers], strict=True))
     best = race(runs, max(2, repeats // 5))
-    for name, took in best.items():
-        print(f"{name:18}{1 / took:8.3f} outer steps/s")
-    print(f"{best['vmap, literal'] / best['stacked, folded']:.1f}x")
+    slow = best["vmap, literal"]
+    rows = {
+        name: [1 / took, best["stacked, folded"] / took, slow / took] for name, took in best.items()
+    }
+    head = ["outer steps/s", "x folded", "x vmap"]
+    note = f"They start with meta-losses {', '.join(f'{x:.6f}' for x in losses)}."
+    bars = "Bars for the compiled form: at least 2.5x folded and 15x vmap."
+    return [Table("mulo_m at desk scale, an outer step", head, rows, [note, bars])]
 
 
-def bench_export(repeats: int) -> None:
+def bench_export(repeats: int, device: str) -> list[Table]:
     shipped = mulo.load("mulo_m")
     wide = mulo.SmallFC(mulo.LOConfig(hidden_size=32), torch.Generator().manual_seed(0))
+    tables = []
     with tempfile.TemporaryDirectory() as folder:
         for name, net in (("mulo_m", shipped), ("small_fc32", wide)):
             exported = export.write(net, Path(folder, name), name, ("onnx", "ts"))
             sizes = [
                 f.stat().st_size for s in ("onnx", "ts") for f in exported.parent.glob(f"*.{s}")
             ]
-            print(
-                f"\n{name}, hidden size {net.config.hidden_size}: largest file {max(sizes):,} bytes"
-            )
+            rows = {}
             for shape in ((1024, 1024), (1000, 1000)):
                 runs = {
                     "eager folded": mulo.MuLO(parameters_of([shape]), net).step,
                     "onnxruntime": export.OrtMuLO(parameters_of([shape]), exported).step,
                 }
                 best = race(runs, repeats)
+                eager = best["eager folded"]
                 for run, took in best.items():
-                    print(f"{run:14}{shape!s:>14}{took * 1e9 / math.prod(shape):8.1f} ns/param")
-                print(f"{best['onnxruntime'] / best['eager folded']:.2f}x")
+                    rows[f"{run}, {shape}"] = [took * 1e9 / math.prod(shape), took / eager]
+            title = f"{name}, H = {net.config.hidden_size}: largest file {max(sizes):,} bytes"
+            tables.append(Table(title, ["ns/param", "x eager"], rows))
             batched, single = (parameters_of([(16, 16)] * 100) for _ in range(2))
             single = [export.OrtMuLO([p], exported) for p in single]
             runs = {
@@ -269,25 +337,40 @@ def bench_export(repeats: int) -> None:
                 "one call each": lambda single=single: [opt.step() for opt in single],
             }
             best = race(runs, repeats)
-            print("100 tensors of 16x16 in onnxruntime")
-            for run, took in best.items():
-                print(f"{run:14}{took * 1e3:8.2f} ms")
-            print(f"{best['one call each'] / best['in one call']:.1f}x")
+            rows = {run: [took * 1e3, best["one call each"] / took] for run, took in best.items()}
+            title = f"{name}: 100 tensors of 16x16 in onnxruntime"
+            tables.append(Table(title, ["ms", "x faster than one call each"], rows))
+    return tables
+
+
+COMMANDS = {
+    "step": bench_step,
+    "memory": bench_memory,
+    "many": bench_many,
+    "roofline": bench_roofline,
+    "tasks": bench_tasks,
+    "metatrain": bench_metatrain,
+    "export": bench_export,
+}
 
 
 def main() -> None:
-    commands = {"step": bench_step, "tasks": bench_tasks, "metatrain": bench_metatrain}
-    commands["export"] = bench_export
     parser = argparse.ArgumentParser(description="Speed and memory, side by side in one run.")
-    parser.add_argument("what", choices=commands, help="what to measure")
+    parser.add_argument("what", choices=[*COMMANDS, "all"], help="what to measure")
     parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")
+    parser.add_argument("--device", default="cpu", help="cuda is for step and many")
     args = parser.parse_args()
-    if args.what != "tasks":
-        keep_freed_memory()
+    if args.device != "cpu" and args.what not in ("step", "many"):
+        parser.error(f"{args.what} is measured on the CPU only: use step or many, or leave it out.")
+    measure.restart_with_kept_memory()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print(f"torch {torch.__version__}, one thread, minimum of {args.repeats} rounds of CPU time")
-    commands[args.what](args.repeats)
+    for name in COMMANDS if args.what == "all" else [args.what]:
+        torch.manual_seed(0)
+        tables = COMMANDS[name](args.repeats, args.device)
+        print(
+            "\n".join([f"\n## {name}: {measure.machine(args.device)}\n", *map(Table.text, tables)])
+        )
+        measure.keep(name, tables, args.device)
 
 
 if __name__ == "__main__":

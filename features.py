@@ -38,6 +38,7 @@ TINY = 1e-28  # a mean square (or mean of g^2) this small counts as zero
 G_MAX = 1e15  # beyond this g^2 summed over a tensor could overflow float32
 
 Dims = tuple[int, int] | None  # (d1, d0) as negative axes; None for rank 0 and 1
+Momenta = Tensor | Sequence[Tensor]  # M, (S, 3, *shape), or its decays in pieces, (S, 1, *shape)
 
 
 class Accumulators(NamedTuple):
@@ -81,6 +82,13 @@ class Scales(NamedTuple):
         return [self._replace(grad=a, mom=b) for a, b in zip(grad, mom, strict=True)]
 
 
+def cut(x: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x (S, 3, ...) cut along its decays like M; the same for all if it has only one of them."""
+    if len(pieces) == 1 or x.shape[1] == 1:
+        return [x] * len(pieces)
+    return x.split([m.shape[1] for m in pieces], 1)
+
+
 def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
     """Append size-1 axes until x has `ndim`: a per-tensor value then broadcasts over the tensor."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if isinstance(x, Tensor) else x
@@ -102,10 +110,12 @@ def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
     return order[-2] - n, order[-1] - n
 
 
-def init_accumulators(p: Tensor, dims: Dims) -> Accumulators:
-    """Zeros for a stack p of shape (S, *shape)."""
+def init_accumulators(p: Tensor, dims: Dims, apart: bool = False) -> Accumulators:
+    """Zeros for a stack p of shape (S, *shape); `apart` if each decay of M is to be contiguous."""
     z = p.new_zeros((), dtype=torch.float32)
     M = z.new_zeros((p.shape[0], 3, *p.shape[1:]))
+    if apart:
+        M = z.new_zeros((3, *p.shape)).transpose(0, 1)
     r_shape, c_shape = list(M.shape), list(M.shape)
     if dims is not None:
         r_shape[dims[1]], c_shape[dims[0]] = 1, 1
@@ -145,11 +155,15 @@ def is_clean(g: Tensor, clip: float = G_MAX) -> bool:
 
 
 def accumulate(
-    M: Tensor, V: Tensor, g: Tensor, q: Tensor, rates: Rates, out=(None, None)
-) -> tuple[Tensor, Tensor]:
+    M: Momenta, V: Tensor, g: Tensor, q: Tensor, rates: Rates, in_place: bool = False
+) -> tuple[Momenta, Tensor]:
     """M_i <- beta_i M_i + (1 - beta_i) g and V <- beta_4 V + (1 - beta_4) q, where q = g^2."""
-    M = torch.lerp(M, g.unsqueeze(1), trailing(rates.M, M.ndim), out=out[0])
-    return M, torch.lerp(V, q, trailing(rates.V[:, 0], V.ndim), out=out[1])
+    mix = Tensor.lerp_ if in_place else torch.lerp
+    g1, V = g.unsqueeze(1), mix(V, q, trailing(rates.V[:, 0], V.ndim))
+    if isinstance(M, Tensor):
+        return mix(M, g1, trailing(rates.M, M.ndim)), V
+    pieces = zip(M, cut(rates.M, M), strict=True)
+    return [mix(m, g1, trailing(rate, m.ndim)) for m, rate in pieces], V
 
 
 def accumulate_factored(
@@ -223,33 +237,40 @@ def row_col_features(r: Tensor, c: Tensor, eps: Eps) -> tuple[Tensor, Tensor]:
 
 
 def dense_features(
-    p: Tensor, g: Tensor, M: Tensor, V: Tensor, s: Scales, kind: str
+    p: Tensor, g: Tensor, M: Momenta, V: Tensor, s: Scales, kind: str
 ) -> list[Tensor]:
     """The features that differ at every entry, as (S, 1 or 3, *shape) each: 16 in all, 18 for VeLO.
+
+    With M in pieces each feature comes alone, as (S, 1, *shape): a compiler keeps it in registers.
 
     Order: g, [clip(g),] p, M, V, M/sqrt(V), 1/sqrt(V), F_grad, [g/sqrt(V),] F_mom.
     DIVERGES: g/sqrt(V) is in the reference's VeLO (30 features) but not in the paper's table (29).
     """
     inv_M = (V + s.eps_M).rsqrt_()
     inv_V = inv_M if s.eps_V is s.eps_M else (V + s.eps_V).rsqrt_()
-    rho = s.grad[0] * s.grad[1]
-    rho_M = rho if s.mom is s.grad else s.mom[0] * s.mom[1]
+    M = (M,) if isinstance(M, Tensor) else M
+
+    def product(pair: tuple[Tensor, Tensor]) -> list[Tensor]:  # one to a piece of M
+        return [a * b for a, b in zip(*(cut(x, M) for x in pair), strict=True)]
+
+    rho = product(s.grad)
+    rho_M = rho if s.mom[1] is s.grad[1] else product(s.mom)
     V = V if isinstance(s.unit_V, float) else V / s.unit_V
     g1, inv_M = g.unsqueeze(1), inv_M.unsqueeze(1)  # (S, 1, *shape)
     parts = [
         g1,
         p.unsqueeze(1),
-        M,
+        *M,
         V.unsqueeze(1),
-        M * inv_M,
+        *(m * inv_M for m in M),
         inv_V.unsqueeze(1),
-        g1 * rho,
-        M * rho_M,
+        *(g1 * x for x in rho),
+        *(m * x for m, x in zip(M, rho_M, strict=True)),
     ]
     if kind != "small_fc":
         parts.insert(1, g1.clamp(-0.1, 0.1))
     if kind == "velo":
-        parts.insert(-1, g1 * inv_M)
+        parts.insert(-len(M), g1 * inv_M)
     return parts
 
 

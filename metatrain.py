@@ -74,6 +74,7 @@ class Recipe:
     lr_end: float = 1e-3
     weight_decay: float = 1e-4
     clip: float = 1.0  # of the meta-gradient's norm. DIVERGES: the reference clips the update
+    compile: bool = False  # the nets' steps, by fused.py: faster after minutes of compiling
 
     def __post_init__(self):
         counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
@@ -357,6 +358,9 @@ def _parser() -> argparse.ArgumentParser:
     numbers.add_argument("--widths", type=int, nargs="+", help="of the nets it is meta-trained on")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
+    numbers.add_argument(
+        "--compile", action="store_true", default=None, help="the nets' steps, with torch.compile"
+    )
     return parser
 
 

@@ -84,7 +84,7 @@ class Particles:
     ):
         device = next(lo.parameters()).device
         self.task, self.r, self.lo, self.data = task, r, lo, data
-        self.opt = stacked.Learned(lo.config, task)
+        self.opt = stacked.Learned(lo.config, task, compile=r.compile)
         self.bound = 1.5 * math.log(task.classes)  # losses are clipped to [0, bound]
         # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]

@@ -21,14 +21,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 import features
-from features import Accumulators, Dims, Eps, Rates, Scales, trailing
+from features import Accumulators, Dims, Eps, Momenta, Rates, Scales, trailing
 from lo import LOConfig, Phi, mlp
 
 BLOCK = 1_024_000  # floats per block of `step_`: amortises Python, yet fits the cache
@@ -44,10 +44,14 @@ def rates_of(config: LOConfig, phi: Phi) -> Rates:
     )
 
 
+def clip_of(config: LOConfig) -> float:
+    """Where gradients are clipped."""
+    return 1000.0 if config.net == "velo" else features.G_MAX
+
+
 def _setting(config: LOConfig, eps_scale: Tensor | float) -> tuple[Eps, float]:
-    """The epsilons, and where gradients are clipped (VeLO: 1000)."""
-    eps = Eps(config.eps, config.eps_rms, eps_scale)
-    return eps, 1000.0 if config.net == "velo" else features.G_MAX
+    """The epsilons, and where gradients are clipped."""
+    return Eps(config.eps, config.eps_rms, eps_scale), clip_of(config)
 
 
 def literal_step(
@@ -142,6 +146,11 @@ class Folded:
     col: Tensor  # (S, h, *shape), size 1 along d1
     layers: list[tuple[Tensor, Tensor]]  # w (S, m, n), b (S, m, 1)
 
+    @staticmethod
+    def join(X: list[Tensor]) -> Tensor:
+        """The dense features in the form that `first` takes."""
+        return torch.cat(X, 1)
+
     def first(self, X: Tensor, row: Tensor, col: Tensor) -> Tensor:
         """The first layer for a block: its dense features X (S, D, *block), its row and col."""
         x = (row + col).flatten(2).baddbmm_(self.w0, X.flatten(2))
@@ -211,6 +220,76 @@ def step(
     return acc, torch.addcmul(p, d, e_m, value=-1)  # eq. 3
 
 
+# The step in place: three passes over a tensor, each given for a block of it or for the whole.
+
+
+def screen(g: Tensor, clip: float) -> tuple[Tensor, Tensor | None]:
+    """The gradient, cleaned if it must be, and how many of its entries are not finite (or None)."""
+    if g.device.type == "cpu" and features.is_clean(g, clip):  # elsewhere a look would sync
+        return g, None
+    return features.clean(g, clip), (~g.isfinite()).sum()
+
+
+def mean_squares(g: Tensor, dims: Dims, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Pass 1: a block's share of the row and column means of g^2."""
+    return features.factored_means(g.float().square(), dims, shape)
+
+
+def factor_(
+    net: Net,
+    acc: Accumulators,
+    row_mean: Tensor,
+    col_mean: Tensor,
+    dims: Dims,
+    eps: Eps,
+) -> Scales:
+    """After pass 1: r and c in place, and what the dense features need of them."""
+    _, V, r, c = acc
+    new = features.accumulate_factored(r, c, row_mean, col_mean, net.rates, eps)
+    r.copy_(new[0])
+    c.copy_(new[1])
+    V_mean = V
+    if eps.mode == "relative":  # the mean of V after its update
+        q_mean = row_mean.flatten(1).mean(-1)
+        V_mean = torch.lerp(V.flatten(1).mean(-1), q_mean, net.rates.V[:, 0])
+    velo = net.config.net == "velo"
+    return features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, velo)
+
+
+def accumulate_(net: Net, p: Tensor, g: Tensor, M: Momenta, V: Tensor, s: Scales) -> Tensor:
+    """Pass 2: M and V of a block in place; sums of squares of its dense features, (S, D)."""
+    g = g.float()
+    features.accumulate(M, V, g, g.square(), net.rates, in_place=True)
+    X = features.dense_features(p.float(), g, M, V, s, net.config.feature_set)
+    # First along one axis: sums of sums are more exact.
+    return torch.cat([x.square().sum(-1, True).flatten(2).sum(-1) for x in X], 1)
+
+
+def update_(
+    net: Folded,
+    kind: str,
+    p: Tensor,
+    g: Tensor,
+    M: Momenta,
+    V: Tensor,
+    s: Scales,
+    row: Tensor,
+    col: Tensor,
+    decay: Tensor | float,
+) -> None:
+    """Pass 3: the network on the dense features of a block, and the update of p in place."""
+    X = net.join(features.dense_features(p.float(), g.float(), M, V, s, kind))
+    x = net.first(X, row, col)
+    del X
+    d, e_m = net.rest(x)
+    new_p = features.wide(p)  # p itself, unless it is of low precision
+    if isinstance(decay, Tensor):
+        new_p.mul_(1 - trailing(decay, p.ndim))
+    new_p.addcmul_(d, e_m, value=-1)  # eq. 3
+    if new_p is not p:
+        p.copy_(new_p)
+
+
 def block_entries(config: LOConfig) -> int:
     """How many entries of a tensor make a block: as many as BLOCK floats are for."""
     return BLOCK // (16 + config.hidden_size)
@@ -227,6 +306,13 @@ def block_axis(shape: tuple[int, ...], entries: int) -> tuple[int, int]:
     return axis - len(shape), max(1, entries // max(slices[axis], 1))
 
 
+def splitter(config: LOConfig, shape: tuple[int, ...]) -> Callable[[Tensor], Sequence[Tensor]]:
+    """What cuts a stack (S, *shape), and all that goes with it, into blocks."""
+    axis, length = block_axis(shape[1:], block_entries(config) // shape[0])
+    count = -(-shape[axis] // length)
+    return lambda x: x.split(length, axis) if x.shape[axis] > 1 else [x] * count
+
+
 def step_(
     net: Net,
     acc: Accumulators,
@@ -237,65 +323,26 @@ def step_(
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
 ) -> Tensor | None:
-    """`step`, in place on acc and p (p of any float dtype): three passes over cache-sized blocks.
+    """`step`, in place on acc and p (p of any float dtype): the passes over cache-sized blocks.
 
     Extra memory is one block's features and the first layer's products of rows and columns: a few
     bytes per entry of a matrix, more for vectors, which are their own rows. Returns how many
     entries of g are not finite, or None if the gradient was clean.
     """
-    S, n = len(p), p[0].numel()
-    config, rates = net.config, net.rates
-    eps, clip = _setting(config, eps_scale)
-    bad = None
-    if g.device.type != "cpu" or not features.is_clean(g, clip):  # a look at values would sync
-        bad = (~g.isfinite()).sum()
-        g = features.clean(g, clip)
+    eps, clip = _setting(net.config, eps_scale)
+    g, bad = screen(g, clip)
     M, V, r, c = acc
-    axis, length = block_axis(p.shape[1:], block_entries(config) // S)
-
-    def split(x: Tensor) -> Sequence[Tensor]:
-        return x.split(length, axis) if x.shape[axis] > 1 else [x] * -(-p.shape[axis] // length)
-
-    # 1. Row and column means of g^2, to which each block adds its share.
+    split = splitter(net.config, p.shape)
     row_mean, col_mean = torch.zeros_like(r[:, 0]), torch.zeros_like(c[:, 0])
     for g_b, *means in zip(*map(split, (g, row_mean, col_mean)), strict=True):
-        shares = features.factored_means(g_b.float().square(), dims, p.shape)
-        for mean, share in zip(means, shares, strict=True):
+        for mean, share in zip(means, mean_squares(g_b, dims, p.shape), strict=True):
             mean.add_(share)
-    new = features.accumulate_factored(r, c, row_mean, col_mean, rates, eps)
-    r.copy_(new[0])
-    c.copy_(new[1])
-    V_mean = V
-    if config.eps == "relative":  # the mean of V after its update
-        q_mean = row_mean.flatten(1).mean(-1)
-        V_mean = torch.lerp(V.flatten(1).mean(-1), q_mean, rates.V[:, 0])
-    s = features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, config.net == "velo")
-    parts = list(zip(*map(split, (p, g, M, V)), s.split(split), strict=True))
-
-    def dense(*block) -> Tensor:  # (S, D, *block)
-        return torch.cat(features.dense_features(*block, config.feature_set), 1)
-
-    # 2. The other accumulators, and mean squares of the dense features for the RMS normalisers.
-    ms = 0.0
-    for p_b, g_b, M_b, V_b, s_b in parts:
-        g_b = g_b.float()
-        features.accumulate(M_b, V_b, g_b, g_b.square(), rates, out=(M_b, V_b))
-        X = dense(p_b.float(), g_b, M_b, V_b, s_b)
-        ms = ms + X.square_().flatten(2).sum(-1) / n
-        del X
-
-    # 3. The network and the update.
-    net = fold(net, ms, r, c, scale, eps)
-    for (p_b, g_b, *rest), row, col in zip(parts, split(net.row), split(net.col), strict=True):
-        new_p = features.wide(p_b)  # p_b itself, unless it is of low precision
-        x = net.first(dense(p_b.float(), g_b.float(), *rest), row, col)
-        d, e_m = net.rest(x)
-        if isinstance(decay, Tensor):
-            new_p.mul_(1 - trailing(decay, p.ndim))
-        new_p.addcmul_(d, e_m, value=-1)
-        if new_p is not p_b:
-            p_b.copy_(new_p)
-        del x, d, e_m
+    s = factor_(net, acc, row_mean, col_mean, dims, eps)
+    blocks = list(zip(*map(split, (p, g, M, V)), s.split(split), strict=True))
+    ms = sum(accumulate_(net, *block) for block in blocks) / p[0].numel()
+    folded = fold(net, ms, r, c, scale, eps)
+    for block, *first in zip(blocks, split(folded.row), split(folded.col), strict=True):
+        update_(folded, net.config.feature_set, *block, *first, decay)
     return bad
 
 

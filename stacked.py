@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import features
+import fused
 import lo as lo_module
 import mup
 import rule
@@ -54,8 +55,8 @@ def update_scales(task: tasks.Task) -> dict[str, float]:
 class Learned:
     """A learned optimizer, small_fc or VeLO, for the nets of a task."""
 
-    def __init__(self, config: LOConfig, task: tasks.Task):
-        self.config, self.scale = config, update_scales(task)
+    def __init__(self, config: LOConfig, task: tasks.Task, compile: bool = False):
+        self.config, self.scale, self.compile = config, update_scales(task), compile
         self.eps_scale = {
             w.name: 1 / w.fan_in if config.eps == "fan_in" else 1.0
             for w in mup.weights_of(task.skeleton())
@@ -70,7 +71,7 @@ class Learned:
         """State at the start of training; VeLO's depends on num_steps, (P,) on the CPU."""
         state = {}
         for name, p in theta.items():
-            acc = features.init_accumulators(p, self.dims[name])
+            acc = features.init_accumulators(p, self.dims[name], apart=self.compile)
             state |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         if self.config.net == "velo":
             P, device = len(p), p.device
@@ -110,8 +111,9 @@ class Learned:
             acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
             scale = lr * self.scale[name] * alpha * one
             args = (now, acc, p, grads[name], scale, self.dims[name], 0.0, self.eps_scale[name])
-            if p.numel() > (LARGE if p.device.type == "cpu" else LARGE_GPU):
-                rule.step_(*args)
+            large = p.numel() > (LARGE if p.device.type == "cpu" else LARGE_GPU)
+            if large or (self.compile and p.ndim > 2):
+                (fused.step_ if self.compile else rule.step_)(*args)
                 new_theta[name] = p
                 continue
             acc, new_theta[name] = rule.step(*args)

@@ -1,9 +1,12 @@
-"""bench.py measures what it says: turns, minima, and memory."""
+"""bench.py and measure.py measure what they say: turns, minima, memory; and write it down."""
+
+import json
 
 import pytest
 import torch
 
 import bench
+import measure
 
 
 def test_extra_bytes():
@@ -25,8 +28,8 @@ def test_race_takes_turns():
 
 
 def test_contestants_all_run_and_folded_needs_little_memory():
-    runs = bench.contestants_for([(256, 256), (256,)], hidden=4, with_literal=True)
-    assert len(runs) == 4
+    runs = bench.contestants_for([(256, 256), (256,)], 4, with_literal=True, compiled=False)
+    assert {"μLO folded, H=4", "μLO literal, H=4", "AdamW foreach", "AdamW fused"} <= set(runs)
     for run in runs.values():
         run()
     size = 256 * 257
@@ -35,3 +38,38 @@ def test_contestants_all_run_and_folded_needs_little_memory():
     )
     assert literal > 300
     assert folded < literal / 2  # at this size one block is the whole tensor
+
+
+def test_sections_are_kept_apart(tmp_path):
+    """A section that is measured again replaces itself, and only itself."""
+    table = measure.Table(
+        "a race", ["ns", "x"], {"one": [12345.6, 0.1234], "two": [1.0, ""]}, ["!"]
+    )
+    measure.keep("step", [table], folder=tmp_path)
+    measure.keep("many", [table], folder=tmp_path)
+    table.rows = {"one": [2.0, 3.0]}
+    measure.keep("step", [table], folder=tmp_path)
+    kept = json.loads((tmp_path / "results" / "bench.json").read_text())
+    assert list(kept) == ["step", "many"]
+    text = (tmp_path / "BENCHMARKS.md").read_text()
+    assert text.count("| two |") == 1
+    assert "| one | 12,346 | 0.123 |" in text
+    assert text.count("| one | 2 | 3 |") == 1
+    assert torch.__version__ in text
+    assert "On a GPU" in text
+
+
+def test_many_and_roofline(monkeypatch):
+    """The tables, from a race that nobody runs."""
+    monkeypatch.setattr(bench, "race", lambda runs, *_: dict.fromkeys(runs, 1e-3))
+    monkeypatch.setattr(bench, "extra_bytes", lambda run: 0)
+    monkeypatch.setattr(measure, "limits", lambda repeats: {"bandwidth": 1e10, "gemm": 1e11})
+    monkeypatch.setattr(bench.mulo.MuLO, "step", lambda self: None)
+    vit, resnet = bench.bench_many(1, "cpu")
+    assert "in 147 tensor(s)" in vit.title
+    assert vit.rows["μLO compiled, H=4"][1] == 1
+    assert "Bar" in vit.notes[-1]
+    assert "resnet" in resnet.title
+    [table] = bench.bench_roofline(1, "cpu")
+    assert table.rows["H=4"][2] == pytest.approx(7.2)  # 72 bytes at 10 GB/s
+    assert table.rows["H=32"][2] == pytest.approx(32.6, rel=0.02)  # 3,260 operations at 100 GFLOP/s

@@ -1,0 +1,146 @@
+"""The compiled step is the eager one: all ranks, dtypes and layouts, one graph for all sizes."""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import features
+import fused
+import lo
+import mulo
+import rule
+from lo import LOConfig
+
+SHAPES = [(), (1,), (7,), (12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (6, 5, 1, 1), (4, 3, 3, 3)]
+# Updates of O(1), so that errors can be seen; a net that compiles soon.
+SMALL = LOConfig(hidden_size=2, lam1=1.0, lam2=0.1)
+
+
+def network(config=SMALL, copies=1):
+    """Random weights, biases and decays, so that no zero hides a term."""
+    gen = torch.Generator().manual_seed(1)
+    nets = [mulo.SmallFC(config, gen) for _ in range(copies)]
+    for net in nets:
+        for name, w in net.named_parameters():
+            if name[0] == "b" or "decays" in name:
+                w.normal_(0, 0.05, generator=gen)
+    return {k: torch.cat([lo.stacked(n)[k] for n in nets]) for k in lo.stacked(nets[0])}
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def worst(config, phi, shapes, steps=3, S=1, dtype=torch.float32, change=lambda net: net):
+    """Largest difference of updates of compiled and eager steps, relative to the largest update."""
+    gen = torch.Generator().manual_seed(0)
+    error = 0.0
+    for shape in shapes:
+        p = 0.01 * torch.randn(S, *(shape or (1,)), generator=gen).to(dtype)
+        dims = features.factored_dims(tuple(p.shape[1:]))
+        q, a = p.clone(), features.init_accumulators(p, dims)
+        b = features.init_accumulators(p, dims, apart=True)
+        off = size = 0.0
+        for t in range(steps):
+            g = 0.1 * torch.randn(p.shape, generator=gen).to(dtype)
+            net = rule.prepare(config, phi).at(torch.full((S,), float(t)))
+            rest = (torch.ones(S), dims, torch.full((S,), 0.01))
+            before = p.clone()
+            rule.step_(net, a, p, g, *rest)
+            fused.step_(change(net), b, q, g, *rest)
+            size = max(size, float((p - before).abs().max()))
+            off = max(off, float((p - q).abs().max()))
+            q.copy_(p)  # compare steps, not how rounding grows
+            for x, y in zip(a, b, strict=True):
+                torch.testing.assert_close(y, x, rtol=2e-5, atol=1e-12)
+        error = max(error, off / size)
+    return error
+
+
+def test_compiled_is_eager_on_all_ranks_over_200_steps():
+    """As an Optimizer, twice, and the second compiles nothing."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [*SHAPES, (12, 20), (0, 3)]]
+    nets = [[nn.Parameter(p.detach().clone()) for p in params] for _ in range(3)]
+    net = mulo.SmallFC(SMALL, torch.Generator().manual_seed(0))
+    opts = [mulo.MuLO(n, net, lr=0.01, compile=k > 0) for k, n in enumerate(nets)]
+    compiled = None
+    for step in range(200):
+        grads = [torch.randn_like(p) * (1 + p.detach().abs()) for p in params]
+        before = [p.detach().clone() for p in nets[0]]
+        for k, (opt, ps) in enumerate(zip(opts, nets, strict=True)):
+            if k == 2:
+                compiled = compiled or graphs()
+            for p, g in zip(ps, grads, strict=True):
+                p.grad = g.clone()
+            opt.step()
+        for was, p, *others in zip(before, *nets, strict=True):
+            for q in others:
+                size = (p.detach() - was).abs().max() if p.numel() else 0
+                # The parameter itself is rounded too.
+                assert (p - q).abs().sum() == 0 or (p - q).abs().max() <= 5e-6 * size + 2.4e-7 * (
+                    was.abs().max()
+                ), (step, p.shape)
+                q.data.copy_(p.detach())
+    assert graphs() == compiled
+
+
+def test_one_graph_serves_ten_shapes():
+    phi = network()
+    assert worst(SMALL, phi, [(12, 20), (20, 12)]) <= 5e-6
+    before = graphs()
+    shapes = [(2, 2), (3, 50), (50, 3), (8, 8), (33, 17), (64, 96), (100, 7), (16, 16), (2, 130)]
+    assert worst(SMALL, phi, [*shapes, (1, 40, 30)]) <= 5e-6
+    assert graphs() == before
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared weights", "weights of their own"])
+def test_stacks(own):
+    """Also with a set of weights to a tensor, as the particles of meta-training have."""
+    assert worst(SMALL, network(copies=3 if own else 1), [(12, 20), (9, 9), (5,)], S=3) <= 5e-6
+
+
+def test_low_precision():
+    assert worst(SMALL, network(), [(12, 20), (5,)], dtype=torch.bfloat16) <= 1e-2
+
+
+def test_bad_and_strided_gradients():
+    params = [nn.Parameter(torch.ones(6, 8)) for _ in range(2)]
+    net = mulo.SmallFC(SMALL, torch.Generator().manual_seed(0))
+    opts = [mulo.MuLO([p], net, compile=k == 1) for k, p in enumerate(params)]
+    for p in params:
+        p.grad = torch.linspace(-1, 1, 48).view(8, 6).t()  # not contiguous
+        p.grad[0, 0], p.grad[1, 1] = torch.nan, torch.inf
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        [opt.step() for opt in opts]
+    assert [opt.nonfinite for opt in opts] == [2, 2]
+    torch.testing.assert_close(params[1], params[0], rtol=0, atol=5e-6)
+
+
+def test_a_changed_weight_is_seen():
+    def change(net):
+        return dataclasses.replace(net, dense=net.dense * (1 + 1e-4))
+
+    assert worst(SMALL, network(), [(12, 20)], change=change) > 5e-6
+
+
+def test_without_a_compiler_there_is_one_warning(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no g++")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    fused.available.cache_clear()
+    p = nn.Parameter(torch.ones(6, 8))
+    opt = mulo.MuLO([p], mulo.SmallFC(SMALL), compile=True)
+    p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match="finds no compiler for cpu"):
+        opt.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    fused.available.cache_clear()
+    assert not torch.equal(p, torch.ones(6, 8))
