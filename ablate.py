@@ -74,8 +74,8 @@ class Training:
         """Whether the file is there, and of this recipe."""
         if not self.path.exists():
             return False
-        found = checkpoints.about(self.path)["recipe"]
-        return found | {"widths": tuple(found["widths"])} == dataclasses.asdict(self.recipe)
+        found, wanted = checkpoints.about(self.path)["recipe"], dataclasses.asdict(self.recipe)
+        return wanted | found | {"widths": tuple(found["widths"])} == wanted
 
     def run(self, device: str = "cpu") -> None:
         trainer = metatrain.Trainer(self.recipe, metatrain.new_lo(self.recipe, device))

@@ -95,7 +95,7 @@ def step_(
         eps_scale = None if eps_scale == 1 else torch.full_like(scale, eps_scale)
     first = (x.contiguous() for x in (net.dense, net.row, net.col))  # strides are fixed too
     layers = [(w.contiguous(), b.contiguous()) for w, b in net.layers]
-    weights = (net.rates, *first, None, net.bias, layers)
+    weights, scale = (net.rates, *first, None, net.bias, layers), net.pace * scale
     shared = [x.shape[0] == 1 for x in (p, *net.rates, net.dense, net.bias)]  # a size 1 is fixed
     passes = Passes.of(net.config, eps_scale is None, p.device, p.dtype, g.dtype, *shared)
     if wide not in passes.traced:

@@ -128,9 +128,13 @@ def worse(a: Tensor, b: Tensor) -> bool:
 def ordered(ends: dict[str, float]) -> str:
     """Final losses, best first; what diverged is last."""
     order = sorted(ends, key=lambda n: (math.isnan(ends[n]), ends[n]))
-    return ", ".join(
-        f"{label(n)} {'diverged' if math.isnan(ends[n]) else f'{ends[n]:.3f}'}" for n in order
-    )
+    return ", ".join(f"{label(n)} {number(ends[n])}" for n in order)
+
+
+def number(loss: float) -> str:
+    if math.isnan(loss):
+        return "diverged"
+    return f"{loss:.3f}" if loss < 100 else f"{loss:.0e}"
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -30,6 +30,7 @@ from rule import Net
 
 # Entries of a stack beyond which its step is in place, in blocks: for the cache, or for memory.
 LARGE, LARGE_GPU = 500_000, 50_000_000
+LONG = 2e9  # parameters times steps from which on compiling is sooner done than saved
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
 
@@ -219,7 +220,9 @@ def train(
     data, P = task.data(device=device), copies * len(seeds)
     if isinstance(optimizer, LO):
         optimizer = optimizer.with_config(anneal=0.0) if schedule else optimizer
-        opt, phi = Learned(optimizer.config, task), lo_module.stacked(optimizer.to(device))
+        size = sum(p.numel() for p in theta.values())
+        opt = Learned(optimizer.config, task, compile=size * steps > LONG)
+        phi = lo_module.stacked(optimizer.to(device))
         net, state = (
             opt.prepare(phi),
             opt.init(theta, phi, torch.full((P,), float(num_steps or steps))),

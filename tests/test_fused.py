@@ -17,7 +17,7 @@ from lo import LOConfig
 
 SHAPES = [(), (1,), (7,), (12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (6, 5, 1, 1), (4, 3, 3, 3)]
 # Updates of O(1), so that errors can be seen; a net that compiles soon.
-SMALL = LOConfig(hidden_size=2, lam1=1.0, lam2=0.1)
+SMALL = LOConfig(hidden_size=2, lam1=1.0, lam2=0.1, t_max=1.0, anneal=0.5)
 
 
 def network(config=SMALL, copies=1):
