@@ -102,6 +102,9 @@ def test_one_graph_serves_ten_shapes():
 def test_stacks(own):
     """Also with a set of weights to a tensor, as the particles of meta-training have."""
     assert worst(SMALL, network(copies=3 if own else 1), [(12, 20), (9, 9), (5,)], S=3) <= 5e-6
+    before = graphs()
+    assert worst(SMALL, network(copies=4 if own else 1), [(9, 20)], S=4) <= 5e-6
+    assert graphs() == before
 
 
 def test_low_precision():
