@@ -31,6 +31,7 @@ from lo import LOConfig
 from rule import Folded, Net
 
 WIDEST = 8  # hidden size up to which the network is unrolled
+STACK = 1_000_000  # entries of small tensors to a call, which costs more than to copy them
 EXAMPLE = 96, 160  # rows and columns of the tensor on which the passes are traced
 
 # A fused multiply-add rounds once instead of twice, and takes half the time.
