@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from lo import LOConfig
 from rule import Folded, Net
 
 WIDEST = 8  # hidden size up to which the network is unrolled
+STACK = 1_000_000  # entries of small tensors to a call, which costs more than to copy them
 EXAMPLE = 96, 160  # rows and columns of the tensor on which the passes are traced
 
 # A fused multiply-add rounds once instead of twice, and takes half the time.
@@ -130,7 +132,7 @@ class Passes:
         self.accumulators, self.network = compile_(self._accumulators), compile_(self._network)
 
     def run(
-        self, wide, weights, acc, p, g, scale, decay, eps_scale, mark=lambda *tensors: None
+        self, wide, weights, acc, p, g, scale, decay, eps_scale, mark=lambda *tensors, axes=(): None
     ) -> None:
         """A step in place of matrices, `wide` if d0 is their last axis."""
         M, V, r, c = acc
@@ -145,6 +147,7 @@ class Passes:
         s = s._replace(grad=pair, mom=pair)
         w0, row, col, layers = self.accumulators(weights, p, g, M, V, r, c, s, scale, eps_scale)
         mark(row, col)
+        mark(w0, *chain(*layers), axes=(0,))
         if self.config.hidden_size <= WIDEST:
             self.network(w0, row, col, layers, p, g, M, V, s, decay)
         else:
@@ -176,8 +179,9 @@ class Passes:
         rule.update_(net, self.config.feature_set, p, g, M, V, s, row, col, decay)
 
     def _products(self, net: Folded, p, g, M, V, s, decay) -> None:
-        """Pass 3 with matrix products, not compiled: of blocks that fit the cache."""
-        split = rule.splitter(self.config, p.shape)
+        """Pass 3 with matrix products, not compiled: of blocks that fit the cache, and that take
+        less than 4 bytes per parameter of a million."""
+        split = rule.splitter(p.shape, rule.block_entries(self.config) * 7 // 10)
         blocks = zip(*map(split, (p, g, M, V)), s.split(split), strict=True)
         for block, row, col in zip(blocks, split(net.row), split(net.col), strict=True):
             rule.update_(net, self.config.feature_set, *block, row, col, decay)
@@ -192,18 +196,16 @@ class Passes:
             lambda x: None if x is None else x[:S].clone(memory_format=torch.contiguous_format),
             (weights, scale, decay, eps_scale),
         )
-        if S > 1:
-            for x in tree_leaves((weights, scale, decay, eps_scale)):
-                if x is not None and len(x) > 1:
-                    torch._dynamo.mark_dynamic(x, 0)
         p, g = p.new_zeros(S, R, C), g.new_zeros(S, R, C)
 
-        def mark(*tensors: Tensor) -> None:
+        def mark(*tensors: Tensor, axes: Sequence[int] = (0, -2, -1)) -> None:
             for x in tensors:
-                for axis in (0, -2, -1):
+                for axis in axes:
                     if x.shape[axis] > 1:
                         torch._dynamo.mark_dynamic(x, axis % x.ndim)
 
+        own = tree_leaves((weights, scale, decay, eps_scale))
+        mark(*(x for x in own if x is not None), axes=(0,))
         acc = features.init_accumulators(p, (-2, -1) if wide else (-1, -2), apart=True)
         self.run(wide, weights, acc, p, g, scale, decay, eps_scale, mark)
         self.traced.add(wide)

@@ -205,8 +205,9 @@ class MuLO(torch.optim.Optimizer):
                 key = (p.shape, p.dtype, p.device, p.grad.dtype, group["out_axis"])
                 alike.setdefault(key, []).append((p, group))
         buckets = []
+        entries = fused.STACK if self.compile else rule.block_entries(self.lo.config)
         for key, members in alike.items():
-            size = max(1, rule.block_entries(self.lo.config) // members[0][0].numel())
+            size = max(1, entries // members[0][0].numel())
             for k in range(0, len(members), size):
                 buckets.append(self._bucket((key, k), *zip(*members[k : k + size], strict=True)))
         return buckets

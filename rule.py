@@ -306,9 +306,9 @@ def block_axis(shape: tuple[int, ...], entries: int) -> tuple[int, int]:
     return axis - len(shape), max(1, entries // max(slices[axis], 1))
 
 
-def splitter(config: LOConfig, shape: tuple[int, ...]) -> Callable[[Tensor], Sequence[Tensor]]:
+def splitter(shape: tuple[int, ...], entries: int) -> Callable[[Tensor], Sequence[Tensor]]:
     """What cuts a stack (S, *shape), and all that goes with it, into blocks."""
-    axis, length = block_axis(shape[1:], block_entries(config) // shape[0])
+    axis, length = block_axis(shape[1:], entries // shape[0])
     count = -(-shape[axis] // length)
     return lambda x: x.split(length, axis) if x.shape[axis] > 1 else [x] * count
 
@@ -332,7 +332,7 @@ def step_(
     eps, clip = _setting(net.config, eps_scale)
     g, bad = screen(g, clip)
     M, V, r, c = acc
-    split = splitter(net.config, p.shape)
+    split = splitter(p.shape, block_entries(net.config))
     row_mean, col_mean = torch.zeros_like(r[:, 0]), torch.zeros_like(c[:, 0])
     for g_b, *means in zip(*map(split, (g, row_mean, col_mean)), strict=True):
         for mean, share in zip(means, mean_squares(g_b, dims, p.shape), strict=True):

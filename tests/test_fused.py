@@ -13,6 +13,8 @@ import fused
 import lo
 import mulo
 import rule
+import stacked
+import tasks
 from lo import LOConfig
 
 SHAPES = [(), (1,), (7,), (12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (6, 5, 1, 1), (4, 3, 3, 3)]
@@ -102,6 +104,27 @@ def test_one_graph_serves_ten_shapes():
 def test_stacks(own):
     """Also with a set of weights to a tensor, as the particles of meta-training have."""
     assert worst(SMALL, network(copies=3 if own else 1), [(12, 20), (9, 9), (5,)], S=3) <= 5e-6
+    before = graphs()
+    assert worst(SMALL, network(copies=4 if own else 1), [(9, 20)], S=4) <= 5e-6
+    assert graphs() == before
+
+
+def test_particles():
+    """The nets of meta-training: `stacked.Learned`, with weights and a time to each."""
+    task, phi = tasks.get("fashion8_mlp_w16_d3"), network(copies=3)
+    theta = task.init(3, torch.Generator().manual_seed(0))
+    grads = {k: torch.randn(p.shape) for k, p in theta.items()}
+    found = []
+    for how in (False, True):
+        opt, now = stacked.Learned(SMALL, task, how), {k: p.clone() for k, p in theta.items()}
+        state = opt.init(now, phi)
+        for t in range(2):
+            net, t = opt.prepare(phi), torch.tensor([0.0, 5.0, 90.0]) + t
+            state, now = opt.step(net, state, now, grads, torch.zeros(3), t, lr=0.01)
+        found.append(now)
+    for k, p in theta.items():
+        size = float((found[0][k] - p).abs().max())
+        torch.testing.assert_close(found[1][k], found[0][k], rtol=1e-6, atol=1e-5 * size)
 
 
 def test_low_precision():
