@@ -72,8 +72,9 @@ MAKERS = {"exported": exported, "velo": velo, "epsilons": epsilons, "cpp": cpp}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in sys.argv[2:]:
-        final = Path(sys.argv[1], name)
+    _, folder, *names = sys.argv  # before `exported` gives the program another command
+    for name in names:
+        final = Path(folder, name)
         new = final.with_suffix(".new")
         new.mkdir()
         try:

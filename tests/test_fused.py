@@ -70,7 +70,7 @@ def test_compiled_is_eager_on_all_ranks_over_200_steps():
     torch.manual_seed(0)
     shapes = [*SHAPES, (12, 20), (0, 3)]
     nets = [[nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(3)]
-    net = mulo.SmallFC(SMALL, torch.Generator().manual_seed(0))
+    net = mulo.SmallFC(LESS, torch.Generator().manual_seed(0))
     opts = [mulo.MuLO(n, net, compile=k > 0) for k, n in enumerate(nets)]
     compiled = None
     for step in range(200):
