@@ -1,6 +1,7 @@
 """The compiled step is the eager one: all ranks, dtypes and layouts, one graph for all sizes."""
 
 import dataclasses
+import shutil
 import warnings
 
 import pytest
@@ -17,6 +18,7 @@ import stacked
 import tasks
 from lo import LOConfig
 
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
 SHAPES = [(), (1,), (7,), (12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (6, 5, 1, 1), (4, 3, 3, 3)]
 # Updates of O(1), so that errors can be seen; nets that compile soon.
 SMALL = LOConfig(hidden_size=2, lam1=1.0, lam2=0.1, t_max=1.0, anneal=0.5)
