@@ -153,7 +153,7 @@ def picture(results: Path, kind: str, seen: int) -> None:
         wide.errorbar(*values, capsize=2, label=label(name), color=colour(name), ls=style)
     wide.axvspan(wide.get_xlim()[0], seen, color="0.93", zorder=0, label="meta-trained")
     wide.set(xscale="log", xlabel="width of the net", ylabel="final loss, 500 steps")
-    wide.set_title("An LO breaks on wider nets, a μLO does not")
+    wide.set_title(f"{kind}: wider than meta-trained")
     wide.legend(fontsize=8)
     rows = rows_of(results / "coord.csv")
     names = list(dict.fromkeys(r["optimizer"] for r in rows))
@@ -166,7 +166,7 @@ def picture(results: Path, kind: str, seen: int) -> None:
     check.axhline(0.1, color="k", lw=0.8, ls=":")
     check.set_xticks(range(len(names)), [label(n) for n in names])
     check.set_ylabel("|slope| of log drift over log width")
-    check.set_title("Coordinate check, a bar a layer: μP is below 0.1")
+    check.set_title("Coordinate check, a bar a layer")
     save(fig, results / "picture.png")
 
 

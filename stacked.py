@@ -30,7 +30,7 @@ from rule import Net
 
 # Entries of a stack beyond which its step is in place, in blocks: for the cache, or for memory.
 LARGE, LARGE_GPU = 500_000, 50_000_000
-LONG = 2e9  # parameters times steps from which on compiling is sooner done than saved
+LONG = 1e10  # parameters times steps from which on minutes of compiling are paid back
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
 
