@@ -2,46 +2,37 @@
 
     fused.step_(net, acc, p, g, scale, dims)        # as rule.step_, which it is when it must be
 
-`torch.compile` of the same functions, on the CPU (C++) and on CUDA (Triton). Three graphs serve all
-matrices, and three more all stacks of them: sizes are symbols, times and rates are tensors. They
-are compiled when first called and kept for all optimizers of a configuration.
+The same functions, compiled to C++ on the CPU and Triton on CUDA (`inductor.py`). Three graphs
+serve all matrices, alone and stacked, three more all vectors, and so on for convolutions: sizes are
+symbols, times and rates are tensors. They are compiled when first called and kept for all
+optimizers of a configuration. What makes them good:
 
-What makes the graphs good: M comes as one tensor to a decay (`init_accumulators(..., apart=True)`:
-torch traces tensors that interleave as one), so that every loop runs over the same entries; a small
-network is written out plane by plane (`Unrolled`), so that its activations stay in registers. That
-takes long to compile, and spills, beyond a hidden size of 8; for wider networks pass 3 is the eager
-one, whose time is in matrix products.
+  - M comes as one tensor to a decay (`init_accumulators(..., apart=True)`), so that every loop
+    runs over the same entries.
+  - A small network is written out plane by plane (`Unrolled`): its activations stay in registers.
+    Beyond a hidden size of 8 they would not; pass 3 then takes matrix products over blocks that fit
+    the cache (`Products`), which is where its time is.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-import features
 import rule
-from features import Accumulators, Dims, Eps, Scales, trailing
+from features import Accumulators, Dims, Eps, Rates, Scales, trailing
 from lo import LOConfig
 from rule import Folded, Net
 
 WIDEST = 8  # hidden size up to which the network is unrolled
 STACK = 1_000_000  # entries of small tensors to a call, which costs more than to copy them
-EXAMPLE = 96, 160  # rows and columns of the tensor on which the passes are traced
-
-# A fused multiply-add rounds once instead of twice, and takes half the time.
-# The network's planes are not to be stored, however often they are read.
-OPTIONS = {
-    "cpp.enable_floating_point_contract_flag": "fast",
-    "realize_opcount_threshold": 10**6,
-    "realize_reads_threshold": 10**6,
-    "realize_acc_reads_threshold": 10**6,
-}
+CHAINS = 4  # sums that a processor can add to at a time
 
 
 class Unrolled(Folded):
@@ -52,9 +43,8 @@ class Unrolled(Folded):
         return [x.squeeze(1) for x in X]
 
     def first(self, X: list[Tensor], row: Tensor, col: Tensor) -> list[Tensor]:
-        return _layer(
-            self.w0, [a + b for a, b in zip(row.unbind(1), col.unbind(1), strict=True)], X
-        )
+        b = [x + y for x, y in zip(row.unbind(1), col.unbind(1), strict=True)]
+        return _layer(self.w0, b, X)
 
     def rest(self, x: list[Tensor]) -> tuple[Tensor, Tensor]:
         for w, b in self.layers:
@@ -63,17 +53,35 @@ class Unrolled(Folded):
         return d, m.exp()
 
 
+class Products(Folded):
+    """The same network, its sums apart from its products: they become one loop with the ReLUs."""
+
+    def first(self, X: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        x = torch.bmm(self.w0, X.flatten(2)).unflatten(2, X.shape[2:])
+        return (x + (row + col)).relu()  # here, where rows and columns are known
+
+    def rest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        *hidden, (w, b) = self.layers
+        block, x = x.shape[2:], x.flatten(2)
+        for w_k, b_k in hidden:
+            x = (torch.bmm(w_k, x) + b_k).relu()
+        d, m = (torch.bmm(w, x) + b).unflatten(2, block).unbind(1)
+        return d, m.exp()
+
+
 def _layer(w: Tensor, b: Sequence[Tensor], x: list[Tensor]) -> list[Tensor]:
-    """b + w x for w (S, m, n), by planes."""
-    out = []
-    for plane, row in zip(b, trailing(w, x[0].ndim + 2).unbind(1), strict=True):
-        for w_k, x_k in zip(row.unbind(1), x, strict=True):
-            plane = plane + w_k * x_k
-        out.append(plane)
-    return out
+    """b + w x for w (S, m, n), by planes. Each is summed in a few chains, as an addition waits for
+    the one before."""
+    planes = []
+    for bias, row in zip(b, trailing(w, x[0].ndim + 2).unbind(1), strict=True):
+        terms = [w_k * x_k for w_k, x_k in zip(row.unbind(1), x, strict=True)]
+        terms[0] = bias + terms[0]
+        chains = [sum(terms[k + CHAINS :: CHAINS], terms[k]) for k in range(min(CHAINS, len(x)))]
+        planes.append(sum(chains[1:], chains[0]))
+    return planes
 
 
-@torch.no_grad()  # views of M are traced as what they are only without gradients
+@torch.no_grad()
 def step_(
     net: Net,
     acc: Accumulators,
@@ -84,131 +92,150 @@ def step_(
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
 ) -> Tensor | None:
-    """As `rule.step_`. Vectors, batches of matrices (convolutions) and parameters that are not
-    contiguous go there: they are small, or their rows too short for a vectorised loop."""
-    found = _matrices(acc, p, dims)
+    """As `rule.step_`, to which those parameters go that are not contiguous, or have but one entry
+    along an axis that is factored."""
+    found = _plain(acc, p, dims)
     if found is None or not available(p.device.type):
         return rule.step_(net, acc, p, g, scale, dims, decay, eps_scale)
-    acc, p, wide = found
+    acc, p, dims = found
     g, bad = rule.screen(g.reshape(p.shape).contiguous(), rule.clip_of(net.config))
-    if not isinstance(decay, Tensor):
-        decay = torch.zeros_like(scale)
+    decay = decay if isinstance(decay, Tensor) else torch.zeros_like(scale)
     if not isinstance(eps_scale, Tensor):
         eps_scale = None if eps_scale == 1 else torch.full_like(scale, eps_scale)
-    first = (x.contiguous() for x in (net.dense, net.row, net.col))  # strides are fixed too
-    layers = [(w.contiguous(), b.contiguous()) for w, b in net.layers]
-    weights, scale = (net.rates, *first, None, net.bias, layers), net.pace * scale
-    shared = [x.shape[0] == 1 for x in (p, *net.rates, net.dense, net.bias)]  # a size 1 is fixed
-    passes = Passes.of(net.config, eps_scale is None, p.device, p.dtype, g.dtype, *shared)
-    if wide not in passes.traced:
-        passes.trace(wide, weights, p, g, scale, decay, eps_scale)
-    passes.run(wide, weights, acc, p, g, scale, decay, eps_scale)
+    bias = net.bias.expand(len(p), -1).contiguous()
+    weights = [*net.rates, net.dense, net.row, net.col, bias, *chain(*net.layers)]
+    rest = net.pace * scale, decay, eps_scale
+    axes = dims and (min(dims), max(dims))
+    shared = tuple(len(x) == 1 for x in weights if x is not bias)
+    key = net.config, p.ndim, axes, p.device, p.dtype, g.dtype, shared, eps_scale is None
+    passes = _passes.get(key)
+    if passes is None:
+        passes = _passes[key] = Passes(net.config, axes, dims == axes, weights, p, g, *rest)
+    passes.run(dims == axes, weights, acc, p, g, *rest)
     return bad
 
 
-def _matrices(acc: Accumulators, p: Tensor, dims: Dims) -> tuple[Accumulators, Tensor, bool] | None:
-    """Views (S, R, C) of a stack with two axes longer than 1, and if the last is d0; or None."""
-    axes = [k - p.ndim for k, n in enumerate(p.shape) if k and n != 1]
-    if dims is None or axes != sorted(dims) or not p.numel():
+def _plain(acc: Accumulators, p: Tensor, dims: Dims) -> tuple[Accumulators, Tensor, Dims] | None:
+    """Views in which axes that are not factored are one, or gone if they have one entry; or None.
+
+    A convolution (S, out, in, 3, 3) becomes (S, out, in, 9).
+    """
+    if not p.is_contiguous() or not acc.M[:, 0].is_contiguous() or not 0 < p.numel() < 2**31:
         return None
-    if not p.is_contiguous() or not acc.M[:, 0].is_contiguous():
+    if p.ndim <= 3 and 1 not in p.shape[1:]:
+        return acc, p, dims
+    if dims is None:
         return None
-    views = (x.view(*x.shape[: x.ndim - p.ndim + 1], *(x.shape[k] for k in axes)) for x in acc)
-    acc = Accumulators(*views)
-    return acc, p.view(acc.V.shape), dims[0] < dims[1]
+    runs: list[list[int]] = []  # axes that become one
+    for axis in (k for k in range(1 - p.ndim, 0) if p.shape[k] > 1):
+        if runs and axis not in dims and runs[-1][0] not in dims:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    where = {run[0]: k - len(runs) for k, run in enumerate(runs)}
+    if not where.keys() >= {*dims}:
+        return None
+
+    def view(x: Tensor) -> Tensor:
+        sizes = (math.prod(x.shape[k] for k in run) for run in runs)
+        return x.view(*x.shape[: x.ndim - p.ndim + 1], *sizes)
+
+    return Accumulators(*map(view, acc)), view(p), (where[dims[0]], where[dims[1]])
+
+
+_passes: dict[tuple, Passes] = {}  # for all optimizers
 
 
 class Passes:
-    """The three compiled passes of one configuration, for matrices (S, R, C) of any size."""
+    """The compiled passes of one configuration, for tensors of one rank and any size.
 
-    of = functools.cache(lambda config, *key: Passes(config))  # one for all optimizers
+    `axes` are the factored ones in their order. Where d0 is the first of them (`straight` is False)
+    rows and columns change places after pass 1, and the other passes are the same.
+    """
 
-    def __init__(self, config: LOConfig):
-        self.config, self.traced = config, set()
-        compile_ = functools.partial(
-            torch.compile, fullgraph=True, dynamic=False, isolate_recompiles=True, options=OPTIONS
-        )
-        self.means = {True: compile_(self._wide_means), False: compile_(self._tall_means)}
-        self.accumulators, self.network = compile_(self._accumulators), compile_(self._network)
+    def __init__(self, config: LOConfig, axes: Dims, straight: bool, weights, p, g, *rest):
+        from inductor import Graph, Tracer  # now, as importing the compiler takes seconds
 
-    def run(
-        self, wide, weights, acc, p, g, scale, decay, eps_scale, mark=lambda *tensors, axes=(): None
-    ) -> None:
-        """A step in place of matrices, `wide` if d0 is their last axis."""
+        self.config, self.axes, self.unrolled = config, axes, config.hidden_size <= WIDEST
+        tracer = Tracer()
+        S, *shape = tracer.symbols("size", p.ndim)
+
+        def fake(x: Tensor, *sizes) -> Tensor:
+            return torch.empty(sizes, dtype=x.dtype, device=x.device)
+
+        def vectors(axis: int) -> Tensor:  # r or c
+            sizes = (1 if k - len(shape) == axis else n for k, n in enumerate(shape))
+            return fake(rest[0], S, 3, *sizes)
+
+        with tracer.mode:
+            weights = [fake(x, S if len(x) > 1 else 1, *x.shape[1:]) for x in weights]
+            weights[6] = fake(rest[0], S, config.hidden_size)  # the bias, of its own time
+            scale, decay, eps_scale = (x if x is None else fake(x, S) for x in rest)
+            p, g, V = fake(p, S, *shape), fake(g, S, *shape), fake(scale, S, *shape)
+            M = [fake(scale, S, 1, *shape) for _ in range(3)]
+            c, r = map(vectors, axes or (0, 0))
+
+        @functools.cache
+        def pass_1(straight: bool) -> Graph:
+            f, rates = functools.partial(self._means, straight), Rates(*weights[:3])
+            return tracer.compile(f, rates, V, *((r, c) if straight else (c, r)), g, eps_scale)
+
+        self.pass_1, s = pass_1, pass_1(straight).out
+        self.pass_2 = tracer.compile(self._sums, weights, p, g, M, V, r, c, s, scale, eps_scale)
+        *folded, row, col = self.pass_2.out
+        thin, thick = (row, col, s), (p, g, M, V)
+        if not self.unrolled:
+            thin, thick = tracer.block(thin, thick, p.ndim - 1)
+        self.pass_3 = tracer.compile(self._network, weights[7:-2], folded, *thin, *thick, decay)
+
+    def run(self, straight: bool, weights, acc, p, g, scale, decay, eps_scale) -> None:
+        """A step in place."""
         M, V, r, c = acc
-        M = [x.view(V.shape).unsqueeze(1) for x in M.unbind(1)]  # with the same strides always
-        mark(p, g, *M, V, r, c)
-        s = self.means[wide](weights[0], V, r, c, g, eps_scale)
-        pair = s.grad
-        if not wide:  # from here on a matrix and its transpose are alike
-            r, c, pair = c, r, pair[::-1]
-            weights = (*weights[:2], weights[3], weights[2], *weights[4:])
-        mark(*pair)
-        s = s._replace(grad=pair, mom=pair)
-        w0, row, col, layers = self.accumulators(weights, p, g, M, V, r, c, s, scale, eps_scale)
-        mark(row, col)
-        mark(w0, *chain(*layers), axes=(0,))
-        if self.config.hidden_size <= WIDEST:
-            self.network(w0, row, col, layers, p, g, M, V, s, decay)
-        else:
-            self._products(Folded(w0, row, col, layers), p, g, acc.M, V, s, decay)
+        rates, (dense, row, col, bias, *layers) = weights[:3], weights[3:]
+        M = [x.unsqueeze(1) for x in M.unbind(1)]
+        eps = () if eps_scale is None else (eps_scale,)
+        s = self.pass_1(straight).run(*rates, V, r, c, g, *eps)
+        if not straight:
+            r, c, row, col = c, r, col, row
+        weights = (*rates, dense, row, col, bias, *layers)
+        *folded, row, col = self.pass_2.run(*weights, p, g, *M, V, r, c, *s, scale, *eps)
+        thin, thick = (row, col, *s), (p, g, *M, V)
+        if self.unrolled:
+            self.pass_3.run(*layers[:-2], *folded, *thin, *thick, decay)
+            return
+        split = rule.splitter(p.shape, rule.block_entries(self.config) * 7 // 10)  # 4 bytes/entry
+        for parts in zip(*map(split, (*thin, *thick)), strict=True):
+            thin_b = (x.contiguous() for x in parts[: len(thin)])
+            self.pass_3.run(*layers[:-2], *folded, *thin_b, *parts[len(thin) :], decay)
 
-    def _means(self, dims, rates, V, r, c, g, eps_scale) -> Scales:
+    def _means(self, straight: bool, rates, V, r, c, g, eps_scale) -> Scales:
         """Pass 1: row and column means, r and c."""
-        net = Net(self.config, rates, *[None] * 6)
+        dims = self.axes if straight else self.axes[::-1]
+        net, acc = Net(self.config, rates, *[None] * 6), Accumulators(None, V, r, c)
         means = rule.mean_squares(g, dims, g.shape)
-        acc = Accumulators(None, V, r, c)
-        return rule.factor_(net, acc, *means, dims, self._eps(eps_scale))
+        s = rule.factor_(net, acc, *means, dims, self._eps(eps_scale))
+        return s if straight else s._replace(grad=s.grad[::-1], mom=s.grad[::-1])
 
-    def _wide_means(self, *args) -> Scales:
-        return self._means((-2, -1), *args)
-
-    def _tall_means(self, *args) -> Scales:
-        return self._means((-1, -2), *args)
-
-    def _accumulators(self, weights, p, g, M, V, r, c, s, scale, eps_scale) -> tuple:
+    def _sums(self, weights, p, g, M, V, r, c, s, scale, eps_scale) -> tuple[Tensor, ...]:
         """Pass 2: M and V, sums of squares; the network, folded with them."""
-        net = Net(self.config, *weights)
-        ms = rule.accumulate_(net, p, g, M, V, s) / (p.shape[1] * p.shape[2])
+        rates, (*first, bias), layers = Rates(*weights[:3]), weights[3:7], weights[7:]
+        layers = list(zip(layers[::2], layers[1::2], strict=True))
+        net = Net(self.config, rates, *first, None, bias, layers)
+        ms = rule.accumulate_(net, p, g, M, V, s) / p[0].numel()
         folded = rule.fold(net, ms, r, c, scale, self._eps(eps_scale))
-        return folded.w0, folded.row, folded.col, folded.layers
+        return folded.w0, *folded.layers[-1], folded.row, folded.col
 
-    def _network(self, w0, row, col, layers, p, g, M, V, s, decay) -> None:
+    def _network(self, hidden, folded, row, col, s, p, g, M, V, decay) -> None:
         """Pass 3: the network and the update."""
-        net = Unrolled(w0, row, col, layers)
+        w0, *last = folded
+        weights, biases = [*hidden, *last][::2], [*hidden, *last][1::2]
+        weights = [w.expand(w0.shape[0], -1, -1) for w in weights]  # (1, ...) if they share them
+        kind = Unrolled if self.unrolled else Products
+        net = kind(w0, row, col, list(zip(weights, biases, strict=True)))
         rule.update_(net, self.config.feature_set, p, g, M, V, s, row, col, decay)
-
-    def _products(self, net: Folded, p, g, M, V, s, decay) -> None:
-        """Pass 3 with matrix products, not compiled: of blocks that fit the cache, and that take
-        less than 4 bytes per parameter of a million."""
-        split = rule.splitter(p.shape, rule.block_entries(self.config) * 7 // 10)
-        blocks = zip(*map(split, (p, g, M, V)), s.split(split), strict=True)
-        for block, row, col in zip(blocks, split(net.row), split(net.col), strict=True):
-            rule.update_(net, self.config.feature_set, *block, row, col, decay)
 
     def _eps(self, scale: Tensor | None) -> Eps:
         return Eps(self.config.eps, self.config.eps_rms, 1.0 if scale is None else scale)
-
-    def trace(self, wide, weights, p, g, scale, decay, eps_scale) -> None:
-        """Compile, with sizes as symbols: on an example in which no two are equal by chance."""
-        S, (R, C) = min(len(p), 2), EXAMPLE
-        weights, scale, decay, eps_scale = tree_map(
-            lambda x: None if x is None else x[:S].clone(memory_format=torch.contiguous_format),
-            (weights, scale, decay, eps_scale),
-        )
-        p, g = p.new_zeros(S, R, C), g.new_zeros(S, R, C)
-
-        def mark(*tensors: Tensor, axes: Sequence[int] = (0, -2, -1)) -> None:
-            for x in tensors:
-                for axis in axes:
-                    if x.shape[axis] > 1:
-                        torch._dynamo.mark_dynamic(x, axis % x.ndim)
-
-        own = tree_leaves((weights, scale, decay, eps_scale))
-        mark(*(x for x in own if x is not None), axes=(0,))
-        acc = features.init_accumulators(p, (-2, -1) if wide else (-1, -2), apart=True)
-        self.run(wide, weights, acc, p, g, scale, decay, eps_scale, mark)
-        self.traced.add(wide)
 
 
 @functools.cache

@@ -74,7 +74,7 @@ class Recipe:
     lr_end: float = 1e-3
     weight_decay: float = 1e-4
     clip: float = 1.0  # of the meta-gradient's norm. DIVERGES: the reference clips the update
-    compile: bool = False  # the nets' steps, by fused.py: faster after minutes of compiling
+    compile: bool = False  # the nets' steps, by fused.py: faster after a minute of compiling
 
     def __post_init__(self):
         counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")

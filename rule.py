@@ -130,10 +130,10 @@ def prepare(config: LOConfig, phi: Phi) -> Net:
     return Net(
         config,
         rates_of(config, phi),
-        *(w0[..., where] for where in (dense, row, col)),
+        *(w0[..., where].contiguous() for where in (dense, row, col)),
         w0[..., config.num_features - 11 :] if config.net == "small_fc" else w0[..., :0],
-        phi["b0"],
-        [(phi[f"w{k}"].mT, phi[f"b{k}"].unsqueeze(-1)) for k in hidden],
+        phi["b0"].contiguous(),
+        [(phi[f"w{k}"].mT.contiguous(), phi[f"b{k}"].unsqueeze(-1).contiguous()) for k in hidden],
     )
 
 
@@ -261,8 +261,8 @@ def accumulate_(net: Net, p: Tensor, g: Tensor, M: Momenta, V: Tensor, s: Scales
     g = g.float()
     features.accumulate(M, V, g, g.square(), net.rates, in_place=True)
     X = features.dense_features(p.float(), g, M, V, s, net.config.feature_set)
-    # First along one axis: sums of sums are more exact.
-    return torch.cat([x.square().sum(-1, True).flatten(2).sum(-1) for x in X], 1)
+    sums = torch.cat([x.square().sum(-1) for x in X], 1)  # (S, D, ...)
+    return sums.flatten(2).sum(-1) if sums.ndim > 2 else sums  # sums of sums are more exact
 
 
 def update_(

@@ -30,7 +30,7 @@ from rule import Net
 
 # Entries of a stack beyond which its step is in place, in blocks: for the cache, or for memory.
 LARGE, LARGE_GPU = 500_000, 50_000_000
-LONG = 1e10  # parameters times steps from which on minutes of compiling are paid back
+LONG = 2e9  # parameters times steps from which on a minute of compiling is paid back
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
 
@@ -113,7 +113,7 @@ class Learned:
             scale = lr * self.scale[name] * alpha * one
             args = (now, acc, p, grads[name], scale, self.dims[name], 0.0, self.eps_scale[name])
             large = p.numel() > (LARGE if p.device.type == "cpu" else LARGE_GPU)
-            if large or (self.compile and p.ndim > 2):
+            if large or self.compile:
                 (fused.step_ if self.compile else rule.step_)(*args)
                 new_theta[name] = p
                 continue

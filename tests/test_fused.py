@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 import features
 import fused
+import inductor
 import lo
 import mulo
 import rule
@@ -37,7 +37,7 @@ def network(config=SMALL, copies=1):
 
 
 def graphs():
-    return counters["stats"]["unique_graphs"]
+    return inductor.Graph.made
 
 
 def worst(config, phi, shapes, steps=3, S=1, dtype=torch.float32, change=lambda net: net):
@@ -108,6 +108,15 @@ def test_stacks(own):
     assert graphs() == before
 
 
+@pytest.mark.parametrize("S", [1, 3])
+def test_wide_networks_in_blocks(S, monkeypatch):
+    """Matrix products over blocks, also of one row or a part of one, with remainders."""
+    config = dataclasses.replace(LESS, hidden_size=fused.WIDEST + 1)
+    monkeypatch.setattr(rule, "BLOCK", 40 * (16 + config.hidden_size) * S)  # blocks of 28 entries
+    shapes = [(12, 20), (20, 13), (3, 70), (100,)]
+    assert worst(config, network(config), shapes, S=S) <= 5e-6
+
+
 def test_particles():
     """The nets of meta-training: `stacked.Learned`, with weights and a time to each."""
     task, phi = tasks.get("fashion8_mlp_w16_d3"), network(LESS, copies=3)
@@ -127,7 +136,7 @@ def test_particles():
 
 
 def test_low_precision():
-    assert worst(LESS, network(LESS), [(12, 20), (5,)], dtype=torch.bfloat16) <= 1e-2
+    assert worst(LESS, network(LESS), [(12, 20)], dtype=torch.bfloat16) <= 1e-2
 
 
 def test_bad_and_strided_gradients():
