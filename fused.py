@@ -54,7 +54,8 @@ class Unrolled(Folded):
 
 
 class Products(Folded):
-    """The same network, its sums apart from its products: they become one loop with the ReLUs."""
+    """The same network with matrix products, but for its last layer, which is thin; sums and ReLUs
+    between them become one loop."""
 
     def first(self, X: Tensor, row: Tensor, col: Tensor) -> Tensor:
         x = torch.bmm(self.w0, X.flatten(2)).unflatten(2, X.shape[2:])
@@ -65,7 +66,8 @@ class Products(Folded):
         block, x = x.shape[2:], x.flatten(2)
         for w_k, b_k in hidden:
             x = (torch.bmm(w_k, x) + b_k).relu()
-        d, m = (torch.bmm(w, x) + b).unflatten(2, block).unbind(1)
+        x = list(x.unflatten(2, block).unbind(1))
+        d, m = _layer(w, trailing(b, x[0].ndim + 1).unbind(1), x)
         return d, m.exp()
 
 
