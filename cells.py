@@ -44,6 +44,7 @@ with contextlib.suppress(ImportError):  # not on Windows: one evaluation at a ti
     import fcntl
 
 POINTS = 50
+BATCHES = 10_000  # seeds of batches begin here: nets of all widths see the same, and differ by that
 Seen = dict[str, list[tuple[float, float]]]  # per layer: (change, size) at each time
 
 
@@ -137,6 +138,7 @@ class Job:
             device=device,
             look=seen,
             num_steps=self.steps,
+            data_seeds=[BATCHES + seed for seed in self.seeds],
         )
         if seen:
             return [seen.found]

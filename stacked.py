@@ -206,14 +206,18 @@ def train(
     device: str = "cpu",
     look: Callable[[int, Theta], None] | None = None,
     num_steps: int | None = None,  # what VeLO is told, if not `steps`
+    data_seeds: list[int] | None = None,  # of the batches; None: they go on from the seeds
 ) -> Tensor:
     """Train `copies` nets from each seed; the losses before each step, (steps, copies * seeds).
 
-    Nets are ordered seeds within copies. Those of a seed share initial weights and batches. An
-    `optimizer` for Adam is called with the task. `look(t, theta)` may watch.
+    Nets are ordered seeds within copies. Those of a seed share initial weights and batches; with
+    `data_seeds` so do nets of other widths share batches. An `optimizer` for Adam is called with
+    the task. `look(t, theta)` may watch.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     inits = [task.init(1, g) for g in generators]
+    if data_seeds is not None:
+        generators = [torch.Generator().manual_seed(seed) for seed in data_seeds]
     theta = {
         k: torch.cat([init[k] for init in inits] * copies).to(device) for k in inits[0]
     }  # (P, ...)

@@ -45,7 +45,8 @@ def test_finished_cells_are_not_run_again(tmp_path, monkeypatch, run_folder):
     table = cells.Cells(tmp_path)
     first = table.losses(job(who, 60, [0, 1]))
     assert first.shape == (50, 2)
-    expected = stacked.train(tasks.get(TASK, batch_size=8, rules=()), who.lo, 60, [0, 1])
+    task, batches = tasks.get(TASK, batch_size=8, rules=()), [cells.BATCHES, cells.BATCHES + 1]
+    expected = stacked.train(task, who.lo, 60, [0, 1], data_seeds=batches)
     torch.testing.assert_close(first[0], expected[:2].mean(0), rtol=0, atol=6e-5)
     torch.testing.assert_close(first[-1], expected[-1:].mean(0), rtol=0, atol=6e-5)
 

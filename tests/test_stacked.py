@@ -151,3 +151,15 @@ def test_a_schedule_takes_the_place_of_annealing():
     assert not torch.allclose(annealed[3:], constant[3:])
     runs = (stacked.train(TASK, x, 6, [0], schedule=lambda t: 0.5) for x in (lo, plain))
     torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+def test_nets_of_all_widths_see_the_same_batches(monkeypatch):
+    drawn, draw = [], stacked.batches
+    monkeypatch.setattr(stacked, "batches", lambda *a: (drawn.append(draw(*a)), drawn[-1])[1])
+    for width, data_seeds in ((8, [5]), (16, [5]), (8, None), (16, None)):
+        task = tasks.get(f"fashion8_mlp_w{width}_d3")
+        adam = stacked.Adam(task, torch.ones(1))
+        stacked.train(task, lambda task, adam=adam: adam, 1, [3], data_seeds=data_seeds)
+    one, same, own, other = (x[0] for x in drawn)
+    assert torch.equal(one, same)
+    assert not torch.equal(own, other)  # there the initial weights have used the same generator
