@@ -20,12 +20,15 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -69,6 +72,21 @@ def literal(params: list[nn.Parameter], net: mulo.LO) -> Callable[[], None]:
     return run
 
 
+@contextlib.contextmanager
+def package_mup() -> Iterator[ModuleType]:
+    """The package mup, if it is installed: our module of that name steps aside for its import."""
+    ours, path = sys.modules.pop("mup"), sys.path[:]
+    here = Path(__file__).parent
+    sys.path[:] = [folder for folder in path if Path(folder).resolve() != here]
+    try:
+        yield importlib.import_module("mup")
+    finally:
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.split(".")[0] == "mup"]:
+            del sys.modules[name]
+        sys.modules["mup"] = ours
+
+
 def others(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], None]]:
     """AdamW, and what is installed of other people's."""
     adamw = {"lr": 1e-6, "weight_decay": 0.01}
@@ -78,10 +96,10 @@ def others(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[],
         ).step
         for kind in ("foreach", "fused")
     }
-    with contextlib.suppress(ImportError):
-        from mup import MuAdamW  # the package, unless our module of that name comes first
-
-        found["mup's AdamW"] = MuAdamW(parameters_of(shapes, device), **adamw).step
+    with contextlib.suppress(ImportError), package_mup() as theirs:
+        params = nn.ParameterList(parameters_of(shapes, device))
+        theirs.set_base_shapes(params, None)
+        found["mup's AdamW"] = theirs.MuAdamW(params, **adamw).step
     with contextlib.suppress(ImportError):
         from pylo.optim import AdafacLO_naive
 
