@@ -336,7 +336,8 @@ def start_processes(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Meta-train a learned optimizer by PES.")
+    about = "Meta-train a learned optimizer by PES."
+    parser = argparse.ArgumentParser(usage="metatrain.py [recipe] [flags]", description=about)
     parser.add_argument("recipe", nargs="?", default="mulo_m", help=", ".join(RECIPES))
     parser.add_argument("--scale", choices=SCALES, default="desk", help="a laptop's or the paper's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -355,11 +356,13 @@ def _parser() -> argparse.ArgumentParser:
                 f"{getattr(recipe('mulo_m', k), field.name):g} ({k})" for k in SCALES
             )
             numbers.add_argument(flag, type=kind, metavar="N", help=values)
-    numbers.add_argument("--widths", type=int, nargs="+", help="of the nets it is meta-trained on")
+    numbers.add_argument(
+        "--widths", type=int, nargs="+", metavar="N", help="of the nets it is meta-trained on"
+    )
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
     numbers.add_argument(
-        "--compile", action="store_true", default=None, help="the nets' steps, with torch.compile"
+        "--compile", action="store_true", default=None, help="the nets' steps, see fused.py"
     )
     return parser
 

@@ -20,9 +20,8 @@ from lo import LOConfig
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
 SHAPES = [(), (1,), (7,), (12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (6, 5, 1, 1), (4, 3, 3, 3)]
-# Updates of O(1), so that errors can be seen; nets that compile soon.
+# Updates of O(1), so that errors can be seen; one net, and a small one, as compiling takes long.
 SMALL = LOConfig(hidden_size=2, lam1=1.0, lam2=0.1, t_max=1.0, anneal=0.5)
-LESS = dataclasses.replace(SMALL, hidden_layers=1)
 
 
 def network(config=SMALL, copies=1):
@@ -72,7 +71,7 @@ def test_compiled_is_eager_on_all_ranks_over_200_steps():
     torch.manual_seed(0)
     shapes = [*SHAPES, (12, 20), (0, 3)]
     nets = [[nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(3)]
-    net = mulo.SmallFC(LESS, torch.Generator().manual_seed(0))
+    net = mulo.SmallFC(SMALL, torch.Generator().manual_seed(0))
     opts = [mulo.MuLO(n, net, compile=k > 0) for k, n in enumerate(nets)]
     compiled = None
     for step in range(200):
@@ -102,16 +101,16 @@ def test_one_graph_serves_ten_shapes():
 @pytest.mark.parametrize("own", [False, True], ids=["shared weights", "weights of their own"])
 def test_stacks(own):
     """Also with a set of weights to a tensor, as the particles of meta-training have."""
-    assert worst(LESS, network(LESS, copies=3 if own else 1), [(12, 20), (9, 9), (5,)], S=3) <= 5e-6
+    assert worst(SMALL, network(SMALL, copies=3 if own else 1), [(12, 20), (9, 9)], S=3) <= 5e-6
     before = graphs()
-    assert worst(LESS, network(LESS, copies=4 if own else 1), [(9, 20)], S=4) <= 5e-6
+    assert worst(SMALL, network(SMALL, copies=4 if own else 1), [(9, 20)], S=4) <= 5e-6
     assert graphs() == before
 
 
 @pytest.mark.parametrize("S", [1, 3])
 def test_wide_networks_in_blocks(S, monkeypatch):
     """Matrix products over blocks, also of one row or a part of one, with remainders."""
-    config = dataclasses.replace(LESS, hidden_size=fused.WIDEST + 1)
+    config = dataclasses.replace(SMALL, hidden_size=fused.WIDEST + 1)
     monkeypatch.setattr(rule, "BLOCK", 40 * (16 + config.hidden_size) * S)  # blocks of 28 entries
     shapes = [(12, 20), (20, 13), (3, 70), (100,)]
     assert worst(config, network(config), shapes, S=S) <= 5e-6
@@ -119,12 +118,12 @@ def test_wide_networks_in_blocks(S, monkeypatch):
 
 def test_particles():
     """The nets of meta-training: `stacked.Learned`, with weights and a time to each."""
-    task, phi = tasks.get("fashion8_mlp_w16_d3"), network(LESS, copies=3)
+    task, phi = tasks.get("fashion8_mlp_w16_d3"), network(SMALL, copies=3)
     theta = task.init(3, torch.Generator().manual_seed(0))
     grads = {k: torch.randn(p.shape) for k, p in theta.items()}
     found = []
     for how in (False, True):
-        opt, now = stacked.Learned(LESS, task, how), {k: p.clone() for k, p in theta.items()}
+        opt, now = stacked.Learned(SMALL, task, how), {k: p.clone() for k, p in theta.items()}
         state = opt.init(now, phi)
         for t in range(2):
             net, t = opt.prepare(phi), torch.tensor([0.0, 5.0, 90.0]) + t
@@ -136,7 +135,7 @@ def test_particles():
 
 
 def test_low_precision():
-    assert worst(LESS, network(LESS), [(12, 20)], dtype=torch.bfloat16) <= 1e-2
+    assert worst(SMALL, network(SMALL), [(12, 20)], dtype=torch.bfloat16) <= 1e-2
 
 
 def test_bad_and_strided_gradients():
