@@ -67,6 +67,9 @@ class Training:
     recipe: metatrain.Recipe
     path: Path
 
+    def title(self) -> str:
+        return self.path.stem
+
     def cost(self) -> int:
         return self.recipe.steps * self.recipe.pairs
 

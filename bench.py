@@ -380,6 +380,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cpu" and args.what not in ("step", "many"):
         parser.error(f"{args.what} is measured on the CPU only: use step or many, or leave it out.")
+    try:
+        metatrain.check_device(args.device)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.repeats < 1:
+        parser.error("--repeats must be 1 or more.")
     measure.restart_with_kept_memory()
     torch.set_num_threads(1)
     for name in COMMANDS if args.what == "all" else [args.what]:

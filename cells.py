@@ -18,7 +18,6 @@ import contextlib
 import csv
 import dataclasses
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -38,6 +37,7 @@ import mup
 import rule
 import stacked
 import tasks
+from report import write_table
 
 fcntl = None
 with contextlib.suppress(ImportError):  # not on Windows: one evaluation at a time there
@@ -119,6 +119,9 @@ class Job:
         if self.at:
             return [(*head, " ".join(map(str, self.seeds)), " ".join(map(str, self.at)))]
         return [(*head, str(seed)) for seed in self.seeds]
+
+    def title(self) -> str:
+        return f"{self.who.name} on {self.task}"
 
     def cost(self) -> int:
         """In arbitrary units, to begin with the longest."""
@@ -230,7 +233,7 @@ class Cells:
         return dataclasses.replace(job, seeds=seeds) if seeds else None
 
     def train(self, jobs: list, desc: str) -> Iterator[tuple]:
-        """Jobs, which have `cost` and `run`, with their results as these come; longest first."""
+        """Jobs, which have `title`, `cost` and `run`, with their results; the longest begin."""
         jobs = sorted(jobs, key=lambda job: job.cost(), reverse=True)
         return tqdm(self._run(jobs), total=len(jobs), desc=desc, disable=not jobs)
 
@@ -246,7 +249,7 @@ class Cells:
             try:
                 for future in as_completed(started):
                     if future.exception():  # the others go on
-                        failed.append(f"{started[future]}: {future.exception()}")
+                        failed.append(f"{started[future].title()}: {future.exception()}")
                     else:
                         yield started[future], future.result()
             except BaseException:
@@ -265,13 +268,10 @@ class Cells:
             self._write()
 
     def _write(self) -> None:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow([*self.KEY, "losses"])
-        writer.writerows([*key, losses] for key, losses in sorted(self.rows.items()))
         seen = {", ".join(k): v for k, v in sorted(self.seen.items())}
         if self.rows:
-            checkpoints.write_atomically(self.folder / "losses.csv", text.getvalue())
+            rows = [[*key, losses] for key, losses in sorted(self.rows.items())]
+            write_table(self.folder / "losses.csv", [*self.KEY, "losses"], rows)
         if self.seen:
             checkpoints.write_atomically(self.folder / "watch.json", json.dumps(seen))
 

@@ -34,6 +34,9 @@ from cells import Cells, Job, contender
 from experiments import EXPERIMENTS, SUITES
 
 EXPERIMENTS = EXPERIMENTS | {"ablate": ablate}
+SCHEDULES = ("constant", "cosine")
+OF_SCHEDULE = "of the rate (default: constant)"
+OF_SCALE = "a laptop's or the paper's (default: desk)"
 
 
 def task(args: argparse.Namespace) -> str:
@@ -47,9 +50,8 @@ def task(args: argparse.Namespace) -> str:
     for name, some in jobs.items():
         row = f"{name:26}"
         for job in some:
-            final = baselines.final(cells.losses(job))
-            error = f" ± {final.std() / len(final) ** 0.5:.3f}" if len(final) > 1 else ""
-            row += f"{f'{final.mean():.3f}{error}':>24}"
+            mean, error = report.summary(report.end(cells.losses(job)))
+            row += f"{f'{mean:.3f} ± {error:.3f}' if error == error else f'{mean:.3f}':>24}"
         lines.append(row)
     return "\n".join(lines)
 
@@ -79,7 +81,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def _of_a_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--who", nargs="+", help="adamw, muadam, shipped names, folders of runs")
-    p.add_argument("--out", type=Path, help="where results are kept (default: results)")
+    p.add_argument("--out", type=Path, help="results' folder (default: results or results_paper)")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
     p.add_argument("--processes", type=int, help="at a time (default: all cores, 1 on a GPU)")
 
@@ -100,8 +102,9 @@ def run(name: str, args: argparse.Namespace) -> str:
 
 def _complete(args: argparse.Namespace) -> None:
     """Defaults that depend on other flags, and flags that cannot be."""
-    if getattr(args, "seeds", 1) < 1 or getattr(args, "steps", 1) == 0:
-        raise ValueError("--seeds and --steps must be 1 or more.")
+    counts = [getattr(args, k, None) for k in ("seeds", "steps", "width", "processes")]
+    if any(n is not None and n < 1 for n in counts):
+        raise ValueError("--seeds, --steps, --width and --processes must be 1 or more.")
     if "device" in args:
         metatrain.check_device(args.device)
     if "processes" in args:
@@ -115,16 +118,16 @@ def main() -> None:
     sub = parser.add_subparsers(dest="what", required=True)
     p = sub.add_parser("tune", help="AdamW and μAdam over the paper's grids")
     p.add_argument("kind", help="of task, such as fashion8_mlp")
-    p.add_argument("--scale", choices=metatrain.SCALES, default="desk")
+    p.add_argument("--scale", choices=metatrain.SCALES, default="desk", help=OF_SCALE)
     p.add_argument("--width", type=int, help="default: the widest of meta-training")
-    p.add_argument("--depth", type=int, default=3)
+    p.add_argument("--depth", type=int, default=3, help="default: 3")
     p.add_argument("--steps", type=int, help="default: the meta-trained horizon")
     p.add_argument("--seeds", type=int, default=3, help="nets per configuration")
-    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
+    p.add_argument("--schedule", choices=SCHEDULES, default="constant", help=OF_SCHEDULE)
     p.add_argument(
         "--rates-only", action="store_true", help="only the rates; the rest as tuned before"
     )
-    p.add_argument("--device", default="cpu")
+    p.add_argument("--device", default="cpu", help="cpu or cuda")
     p = sub.add_parser("validate", help="final losses on the validation tasks")
     p.add_argument("files", type=Path, nargs="+", help="lo.pt of runs")
     p = sub.add_parser("choose", help="the best of several runs into weights/")
@@ -132,14 +135,14 @@ def main() -> None:
     p.add_argument("folders", type=Path, nargs="+", help="of runs")
     p = sub.add_parser("task", help="any optimizers on any tasks")
     p.add_argument("tasks", nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py")
-    p.add_argument("--steps", type=int, default=500)
-    p.add_argument("--seeds", type=int, default=5)
-    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
+    p.add_argument("--steps", type=int, default=500, help="default: 500")
+    p.add_argument("--seeds", type=int, default=5, help="nets of each (default: 5)")
+    p.add_argument("--schedule", choices=SCHEDULES, default="constant", help=OF_SCHEDULE)
     _of_a_run(p)
     about = {name: run.__doc__.split("\n")[0].rstrip(".") for name, run in EXPERIMENTS.items()}
     for name, text in (about | {"all": "all of these, and RESULTS.md"}).items():
-        p = sub.add_parser(name, help=text[0].lower() + text[1:])
-        p.add_argument("--scale", choices=SUITES, default="desk")
+        p = sub.add_parser(name, help=text)
+        p.add_argument("--scale", choices=SUITES, default="desk", help=OF_SCALE)
         _of_a_run(p)
     args = parser.parse_args()
     torch.set_num_threads(1)

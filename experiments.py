@@ -178,7 +178,8 @@ def rank(suite: Suite, cells: Cells, out: Path) -> Finding:
             ):
                 inside = [sign * x for name, x in of.items() if name in some]
                 others = [sign * x for name, x in of.items() if name not in some]
-                checks[f"{claim} {where}"] = max(inside, default=math.inf) < min(others)
+                if inside and others:
+                    checks[f"{claim} {where}"] = max(inside) < min(others)
     return Finding("\n".join(said), checks)
 
 
@@ -241,7 +242,7 @@ def horizon(suite: Suite, cells: Cells, out: Path) -> Finding:
             if times == longest:
                 draw_curve(axes[schedule == "cosine"], losses, times, c.name)
         said.append(f"After {times} horizons, {schedule}: {ordered(ends)}.")
-        if schedule == "cosine" and "mulo_m" in ends:
+        if schedule == "cosine" and {"mulo_m", "adamw"} <= ends.keys():
             level = ends["mulo_m"] <= 1.02 * ends["adamw"]
             checks[f"μLO_M with cosine is level with AdamW with cosine, {times} horizons"] = level
     for ax, schedule in zip(axes, ("constant", "cosine"), strict=True):
@@ -323,7 +324,7 @@ def stability(suite: Suite, cells: Cells, out: Path) -> Finding:
     size = {(task, name, layer): float(late) for task, name, layer, _, late in rows}
     first, checks = rows[0][2], {}
     for title, (task, _) in cases.items():
-        if {"mulo_m", "lo_m"} <= {*suite.who}:
+        if {"mulo_m", "lo_m"} <= {c.name for c in who}:
             smaller = size[task, "mulo_m", first] < math.inf
             smaller &= not size[task, "lo_m", first] <= size[task, "mulo_m", first]
             checks[f"{title}: first-layer pre-activations are smaller with μLO_M than LO_M"] = (

@@ -95,10 +95,11 @@ def step_(
     eps_scale: Tensor | float = 1.0,
 ) -> Tensor | None:
     """As `rule.step_`, to which those parameters go that are not contiguous, or have but one entry
-    along an axis that is factored."""
+    along an axis that is factored; and all, if compiling fails."""
+    eager = functools.partial(rule.step_, net, acc, p, g, scale, dims, decay, eps_scale)
     found = _plain(acc, p, dims)
     if found is None or not available(p.device.type):
-        return rule.step_(net, acc, p, g, scale, dims, decay, eps_scale)
+        return eager()
     acc, p, dims = found
     g, bad = rule.screen(g.reshape(p.shape).contiguous(), rule.clip_of(net.config))
     decay = decay if isinstance(decay, Tensor) else torch.zeros_like(scale)
@@ -110,10 +111,14 @@ def step_(
     axes = dims and (min(dims), max(dims))
     shared = tuple(len(x) == 1 for x in weights if x is not bias)
     key = net.config, p.ndim, axes, p.device, p.dtype, g.dtype, shared, eps_scale is None
-    passes = _passes.get(key)
-    if passes is None:
-        passes = _passes[key] = Passes(net.config, axes, dims == axes, weights, p, g, *rest)
-    passes.run(dims == axes, weights, acc, p, g, *rest)
+    try:
+        if key not in _passes:
+            _passes[key] = Passes(net.config, axes, dims == axes, weights, p, g, *rest)
+        _passes[key].pass_1(dims == axes)  # compiled before anything is changed
+    except Exception as error:  # of a compiler, or of a torch whose insides are others
+        _give_up(p.device.type, error)
+        return eager()
+    _passes[key].run(dims == axes, weights, acc, p, g, *rest)
     return bad
 
 
@@ -135,7 +140,7 @@ def _plain(acc: Accumulators, p: Tensor, dims: Dims) -> tuple[Accumulators, Tens
         else:
             runs.append([axis])
     where = {run[0]: k - len(runs) for k, run in enumerate(runs)}
-    if not where.keys() >= {*dims}:
+    if not where.keys() >= {*dims} or len(runs) > 3:  # as of a convolution of 64 to 2, 3 x 3
         return None
 
     def view(x: Tensor) -> Tensor:
@@ -240,18 +245,28 @@ class Passes:
         return Eps(self.config.eps, self.config.eps_rms, 1.0 if scale is None else scale)
 
 
-@functools.cache
+_available: dict[str, bool] = {}  # by device
+
+
 def available(device: str) -> bool:
-    """Whether there is a compiler for a device; a warning if not."""
-    if device == "meta":
-        return False
-    try:
-        torch.compile(torch.neg, fullgraph=True)(torch.ones(3, device=device))
-    except Exception as error:
-        warnings.warn(
-            f"torch.compile finds no compiler for {device}, so MuLO is not compiled: install one "
-            f"(g++ for CPUs) or leave out compile=True. ({str(error).strip().splitlines()[0]})",
-            stacklevel=2,
-        )
-        return False
-    return True
+    """Whether there is a compiler for a device; a warning if not, once."""
+    if device not in _available:
+        _available[device] = device != "meta"
+        try:
+            if device != "meta":
+                import inductor  # noqa: F401, which leans on torch's insides
+
+                torch.compile(torch.neg, fullgraph=True)(torch.ones(3, device=device))
+        except Exception as error:
+            _give_up(device, error)
+    return _available[device]
+
+
+def _give_up(device: str, error: Exception) -> None:
+    _available[device] = False
+    why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    warnings.warn(
+        f"torch cannot compile for {device}, so MuLO goes on without: install a compiler (g++ for "
+        f"CPUs) and the torch of requirements.txt, or leave out compile=True. ({why})",
+        stacklevel=2,
+    )

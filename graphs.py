@@ -102,7 +102,7 @@ class Step(Graph):
     def __init__(self, lo: LO, kind: str):
         velo = lo.config.net == "velo"
         if velo:
-            rates, weights = rule.rates_of(lo.config, {"w0": torch.zeros(1)}), {}
+            rates, weights = rule.rates_of({"w0": torch.zeros(1)}), {}
         else:  # decays are settled here: exp in another runtime would cost 1 - beta its digits
             net = rule.prepare(lo.config, lo_module.stacked(lo))
             rates, names = net.rates, ("dense", "row", "col", "time", "bias")

@@ -53,11 +53,13 @@ class LOConfig:
         for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
-        for name in ("lam1", "lam2", "eps_rms", "t_max", "anneal"):
+        for name in ("lam1", "lam2", "eps_rms", "anneal"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and 0 <= value < math.inf
-            if not number and (name, value) != ("t_max", None):
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
+        number = isinstance(self.t_max, int | float) and 0 < self.t_max < math.inf
+        if not number and self.t_max is not None:
+            raise ValueError(f"t_max must be None or a number above 0, not {self.t_max!r}.")
 
     @property
     def feature_set(self) -> str:

@@ -81,7 +81,7 @@ class Recipe:
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
-        for name in ("sigma", "lr", "clip"):
+        for name in ("sigma", "lr", "lr_end", "clip"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}.")
         if min(self.widths, default=0) < 1 or self.warmup < 0:
@@ -319,6 +319,8 @@ def commit() -> str:
 
 def check_device(device: str) -> None:
     try:
+        if not device.startswith(("cpu", "cuda")):
+            raise RuntimeError
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
         raise ValueError(f"device {device!r} is not there: use cpu, or cuda on a GPU.") from None
@@ -393,20 +395,20 @@ def main() -> None:
     if args.checkpoint_every < 1:
         sys.exit("metatrain.py: --checkpoint-every must be 1 or more.")
     rule.keep_freed_memory()
-    if args.device == "cpu" and args.scale == "desk":
-        torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
     try:
         if args.dry_run:
             r = recipe(args.recipe, args.scale, **_changes(args))
             return print(expected_memory(Trainer(r, new_lo(r, "meta"), data=False)))
         run = _start(args, start_processes(args.device))
+        if args.device == "cpu" and run.trainer.r.scale == "desk":
+            torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
         run.train(args.checkpoint_every)
-        if run.trainer.rank == 0:
+        if run.trainer.rank == 0 and args.no_picture:
             print(f"The optimizer is {run.out / 'lo.pt'}.")
-            if not args.no_picture:
-                import ship  # which imports this file
+        elif run.trainer.rank == 0:
+            import ship  # which imports this file
 
-                print(ship.close(run, args.device))
+            print(ship.close(run, args.device))
     except KeyboardInterrupt:
         if args.resume and run is None:
             sys.exit("stopped before it went on: nothing has changed, resume again.")
@@ -415,6 +417,8 @@ def main() -> None:
         n = run.trainer.world
         how = "python" if n == 1 else f"torchrun --nproc-per-node {n}"
         sys.exit(f"stopped at step {run.trainer.step}: {how} metatrain.py --resume {run.out}")
+    except torch.OutOfMemoryError:
+        sys.exit("metatrain.py: out of memory: use a smaller --micro-batch (--dry-run tells more).")
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"metatrain.py: {error}")
     finally:

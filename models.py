@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """A linear layer whose parameters may be stacked, (P, out, in): it then takes x (P, b, in)."""
+    """A linear layer whose parameters may be stacked, (P, out, in): it then takes x (P, b, in).
+
+    As W x^T: the gradient of W is then laid out as W is.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.ndim == 2:
             return super().forward(x)
-        return torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.mT)
+        return torch.baddbmm(self.bias.unsqueeze(2), self.weight, x.mT).mT
 
 
 class Table(nn.Embedding):

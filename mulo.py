@@ -64,7 +64,7 @@ class Bucket:
     def per_tensor(self, value: Callable[[dict], float]) -> Tensor:
         """value(group) of each tensor, (S,)."""
         values = [float(value(group)) for group in self.groups]
-        return torch.tensor(values, device=self.p.device)
+        return torch.tensor(values, dtype=torch.float32, device=self.p.device)
 
 
 class MuLO(torch.optim.Optimizer):
@@ -114,14 +114,16 @@ class MuLO(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        numbers = ("lr", "weight_decay", "scale", "step", "fan_in")
-        wrong = [k for k in numbers if not (isinstance(group[k], Real | Tensor) and group[k] >= 0)]
+        least = {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}
+        given = [(k, group[k], n) for k, n in least.items()]
+        wrong = [k for k, x, n in given if not (isinstance(x, Real | Tensor) and x >= n)]
         dtypes = {p.dtype for p in group["params"] if not p.is_floating_point()}
         if not wrong and not dtypes and group["out_axis"] in (0, 1, -1):
             return
         self.param_groups.pop()
         if wrong:
-            raise ValueError(f"{wrong[0]} must be a number of 0 or more, not {group[wrong[0]]!r}.")
+            k = wrong[0]
+            raise ValueError(f"{k} must be a number of {least[k]} or more, not {group[k]!r}.")
         if dtypes:
             raise ValueError(f"parameters must be real floating point, not {dtypes.pop()}.")
         raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")

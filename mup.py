@@ -253,13 +253,14 @@ def multiply_outputs_(
                 f"{w.name!r} is an output but not the weight of a layer, so its 1/fan_in has no "
                 "place: use mulo.Readout, or multiply by hand and leave 'multiplier' out of rules."
             )
-    for w in outputs:
-        hooks = w.module._forward_hooks
+    for module in model.modules():  # also those that were outputs before roles were edited
+        hooks = module._forward_hooks
         for key in [k for k, h in hooks.items() if getattr(h, "func", None) is _divide_output]:
             del hooks[key]
-        if isinstance(w.module, Readout):
-            w.module.divides = divides
-        elif divides:
+        if isinstance(module, Readout):
+            module.divides = divides and any(w.module is module for w in outputs)
+    for w in outputs:
+        if divides and not isinstance(w.module, Readout):
             w.module.register_forward_hook(partial(_divide_output, w.fan_in))
 
 

@@ -29,6 +29,7 @@ import mup
 import stacked
 import tasks
 from lo import LO, Phi
+from lo import stacked as lo_stacked
 
 
 def pes_gradient(
@@ -93,8 +94,8 @@ class Particles:
         self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # so that all begin at once
         self.xi = torch.zeros(n, sum(w.numel() for w in weights), device=device)
-        phi = {k: w.unsqueeze(0) for k, w in lo.named_parameters()}
-        self.state = self.opt.init(self.theta, phi, torch.full((2 * n,), float(r.unroll)))
+        lengths = torch.full((2 * n,), float(r.unroll))
+        self.state = self.opt.init(self.theta, lo_stacked(lo), lengths)
         self.begun = False
 
     def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
@@ -166,10 +167,12 @@ class Particles:
     def load_state_dict(self, state: dict) -> None:
         for generator, saved in zip(self.generators, state["generators"], strict=True):
             generator.set_state(saved.cpu())
-        for name, value in state.items():
-            if name != "generators":
-                setattr(self, name, value)
-        self.t, self.length = self.t.cpu(), self.length.cpu()
+        device = self.xi.device
+        self.theta, self.state = (
+            {k: x.to(device) for k, x in state[name].items()} for name in ("theta", "state")
+        )
+        self.xi, self.begun = state["xi"].to(device), state["begun"]
+        self.t, self.length = state["t"].cpu(), state["length"].cpu()
 
 
 class Trainer:

@@ -10,6 +10,7 @@ says, so its numbers are those of the files; tests draw both again from results/
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -73,8 +74,9 @@ def save(fig, path: Path) -> None:
 
 
 def write_table(path: Path, head: list[str], rows: list[list]) -> None:
-    lines = [",".join(map(str, row)) for row in [head, *rows]]
-    write_atomically(path, "\n".join(lines) + "\n")
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    write_atomically(path, text.getvalue())
 
 
 def colour(name: str) -> str:
@@ -206,8 +208,9 @@ HEAD = """# Results
 
 Written by `python evaluate.py all` from the files in [results](results): the shipped optimizers,
 meta-trained for 500 steps on 8x8 Fashion-MNIST at widths 16, 32 and 64, each the best of three
-seeds ([weights](weights/README.md)), on that data and, for width and rank, also on a data set they
-have not seen (labels of a random teacher). AdamW and μAdam are tuned over the paper's grids; for
+seeds, μLO_M of five ([weights](weights/README.md)), on that data and, for width and rank, also on a
+data set they have not seen (labels of a random teacher). Nets of all widths and optimizers see the
+same batches. AdamW and μAdam are tuned over the paper's grids; for
 the cosine schedule only their rates are tuned anew. 5 seeds, 3 in the coordinate check, 2 in the
 look at activations, 1 or 2 in the ablations. Final loss: mean training loss over the last tenth of
 a run; errors: standard error over seeds. The same commands with `--scale paper --device cuda --who`
@@ -228,7 +231,8 @@ def table(path: Path) -> list[str]:
     with open(path, newline="") as file:
         head, *rows = csv.reader(file)
     rows = [[label(x) for x in row] for row in rows]
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    lines = ([x.replace("|", "\\|") for x in row] for row in (head, ["---"] * len(head), *rows))
+    return ["| " + " | ".join(row) + " |" for row in lines]
 
 
 def section(name: str, results: Path, checks: dict[str, bool], said: str, link: str) -> list[str]:

@@ -34,7 +34,7 @@ from lo import LOConfig, Phi, mlp
 BLOCK = 1_024_000  # floats per block of `step_`: amortises Python, yet fits the cache
 
 
-def rates_of(config: LOConfig, phi: Phi) -> Rates:
+def rates_of(phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
     zero = phi["w0"].new_zeros(1, 1)
     return Rates(
@@ -69,7 +69,7 @@ def literal_step(
     """The step as the paper tells it: accumulate, build the features, normalise, MLP, update."""
     eps, clip = _setting(config, eps_scale)
     velo = config.net == "velo"
-    rates = rates_of(config, phi)
+    rates = rates_of(phi)
     g, p = features.clean(g, clip), features.wide(p)
     S, shape = len(p), p.shape[1:]
 
@@ -129,7 +129,7 @@ def prepare(config: LOConfig, phi: Phi) -> Net:
     hidden = range(1, config.hidden_layers + 1)
     return Net(
         config,
-        rates_of(config, phi),
+        rates_of(phi),
         *(w0[..., where].contiguous() for where in (dense, row, col)),
         w0[..., config.num_features - 11 :] if config.net == "small_fc" else w0[..., :0],
         phi["b0"].contiguous(),

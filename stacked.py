@@ -226,7 +226,7 @@ def train(
         optimizer = optimizer.with_config(anneal=0.0) if schedule else optimizer
         size = sum(p.numel() for p in theta.values())
         opt = Learned(optimizer.config, task, compile=size * steps > LONG)
-        phi = lo_module.stacked(optimizer.to(device))
+        phi = {k: w.to(device) for k, w in lo_module.stacked(optimizer).items()}
         net, state = (
             opt.prepare(phi),
             opt.init(theta, phi, torch.full((P,), float(num_steps or steps))),

@@ -117,3 +117,12 @@ def test_watch_sees_no_change_where_nothing_moves(tmp_path):
     seen = Cells(tmp_path).watched(look)
     assert all(change == 0 for layer in seen.values() for change, _ in layer)
     assert all(norm > 0 for _, norm in seen["layers.0"])
+
+
+def test_any_optimizers_may_be_left_out(tuned, tmp_path):
+    for name in ("rank", "horizon"):
+        suite = dataclasses.replace(SMOKE, who=("mulo_m",))
+        found = experiments.EXPERIMENTS[name](suite, Cells(tmp_path), tmp_path)
+        assert not [claim for claim in found.checks if "AdamW" in claim or "best" in claim]
+    suite = dataclasses.replace(SMOKE, who=("weights/mulo_m.pt", "weights/lo_m.pt"))
+    assert len(experiments.stability(suite, Cells(tmp_path), tmp_path).checks) == 2

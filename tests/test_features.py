@@ -46,7 +46,7 @@ def test_golden_features(name):
         ("velo", "raw30", "in30") if lo.config.net == "velo" else ("small_fc", "raw28", "in39")
     )
     weights = stacked(lo) if kind == "small_fc" else {"w0": torch.zeros(1, 1, 1)}
-    rates = rates_of(lo.config, weights)
+    rates = rates_of(weights)
     checked = 0
     for n in golden.names:
         p = torch.tensor(golden[f"param_init/{n}"]).reshape(
@@ -215,7 +215,7 @@ def test_eps_rms_zero_gives_rms_one(eps):
     p, g = torch.randn(1, 8, 12), 1e-3 * torch.randn(1, 8, 12)
     dims = features.factored_dims((8, 12))
     zero = Eps(eps, 0.0)
-    rates = rates_of(LOConfig(), {"w0": torch.zeros(1, 1, 1)})
+    rates = rates_of({"w0": torch.zeros(1, 1, 1)})
     acc = accumulate(features.init_accumulators(p, dims), g, dims, rates, zero)
     _, x = all_features(acc, p, g, dims, zero, "small_fc")
     torch.testing.assert_close(x.square().mean((0, 1)), torch.ones(28), rtol=1e-5, atol=0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import sys
 import warnings
 
 import pytest
@@ -20,6 +21,7 @@ from lo import LOConfig
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
 SHAPES = [(), (1,), (7,), (12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (6, 5, 1, 1), (4, 3, 3, 3)]
+SHAPES += [(2, 12, 3, 3)]  # whose factored axes are not neighbours: eager
 # Updates of O(1), so that errors can be seen; one net, and a small one, as compiling takes long.
 SMALL = LOConfig(hidden_size=2, lam1=1.0, lam2=0.1, t_max=1.0, anneal=0.5)
 
@@ -158,19 +160,36 @@ def test_a_changed_weight_is_seen():
     assert worst(SMALL, network(), [(12, 20)], change=change) > 5e-6
 
 
+def stepped_with_one_warning(monkeypatch, match):
+    monkeypatch.setattr(fused, "_available", {})
+    p = nn.Parameter(torch.ones(6, 8))
+    opt = mulo.MuLO([p], mulo.SmallFC(SMALL), compile=True)
+    p.grad = torch.ones_like(p)
+    with pytest.warns(UserWarning, match=match):
+        opt.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step()
+    assert not torch.equal(p, torch.ones(6, 8))
+
+
 def test_without_a_compiler_there_is_one_warning(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no g++")
 
     monkeypatch.setattr(torch, "compile", broken)
-    fused.available.cache_clear()
-    p = nn.Parameter(torch.ones(6, 8))
-    opt = mulo.MuLO([p], mulo.SmallFC(SMALL), compile=True)
-    p.grad = torch.ones_like(p)
-    with pytest.warns(UserWarning, match="finds no compiler for cpu"):
-        opt.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opt.step()
-    fused.available.cache_clear()
-    assert not torch.equal(p, torch.ones(6, 8))
+    stepped_with_one_warning(monkeypatch, r"cannot compile for cpu.*no g\+\+")
+
+
+def test_where_torch_is_another_inside_there_is_one_warning(monkeypatch):
+    monkeypatch.setitem(sys.modules, "inductor", None)
+    stepped_with_one_warning(monkeypatch, "cannot compile for cpu.*inductor")
+
+
+def test_where_compiling_fails_there_is_one_warning(monkeypatch):
+    def broken(*args, **kwargs):
+        raise AttributeError
+
+    monkeypatch.setattr(inductor.Tracer, "compile", broken)
+    monkeypatch.setattr(fused, "_passes", {})
+    stepped_with_one_warning(monkeypatch, "cannot compile for cpu.*AttributeError")

@@ -18,7 +18,8 @@ def test_config_refuses_nonsense():
         ({"eps_rms": -1.0}, "eps_rms must be a number of 0 or more"),
         ({"lam1": "x"}, "lam1 must be a number"),
         ({"lam2": None}, "lam2 must be a number"),
-        ({"t_max": float("nan")}, "t_max must be a number"),
+        ({"t_max": float("nan")}, "t_max must be None or a number above 0"),
+        ({"t_max": 0}, "t_max must be None or a number above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             LOConfig(**bad)

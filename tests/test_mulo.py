@@ -95,6 +95,8 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"real floating point, not torch\.complex64"):
         mulo.MuLO([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], lo)
     opt = mulo.MuLO([p], lo)
+    with pytest.raises(ValueError, match="fan_in must be a number of 1 or more, not 0"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "fan_in": 0})
     with pytest.raises(ValueError, match="out_axis must be 0, 1 or -1"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "out_axis": 3})
     assert len(opt.param_groups) == 1
@@ -302,3 +304,19 @@ def test_zero_gradients_and_empty_tensors():
             for _ in range(3):
                 opt.step(loss=1.0)
             assert all(p.isfinite().all() for p in ps)
+
+
+def test_another_default_dtype():
+    """Everything of the step is float32, or as wide as the parameter, whatever torch's default."""
+    moved = []
+    for default in (torch.float32, torch.float64):
+        p = nn.Parameter(torch.linspace(-1, 1, 20, dtype=torch.float32).view(4, 5))
+        opt = mulo.MuLO([p], mulo.load("mulo_m"), weight_decay=0.1)
+        p.grad = torch.ones_like(p)
+        torch.set_default_dtype(default)
+        try:
+            opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        moved.append(p.detach().clone())
+    assert torch.equal(*moved)

@@ -274,6 +274,16 @@ def test_the_multiplier_goes_on_once_and_off_again(layer):
         torch.testing.assert_close(model[1](x), plain / factor)
 
 
+@pytest.mark.parametrize("layer", [mulo.Readout, nn.Linear])
+def test_the_multiplier_goes_with_the_role(layer):
+    model, x = nn.Sequential(nn.Linear(3, 8), layer(8, 4)), torch.randn(2, 8)
+    roles = dict.fromkeys((n for n, _ in model.named_parameters()), "input")
+    for role, factor in (("output", 8), ("hidden", 1)):
+        mulo.init_(model, roles | {"1.weight": role}, zero_output=False)
+        plain = nn.functional.linear(x, model[1].weight, model[1].bias)
+        torch.testing.assert_close(model[1](x), plain / factor)
+
+
 def test_an_error_comes_before_any_change():
     def build(w):
         return nn.Sequential(

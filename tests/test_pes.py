@@ -387,3 +387,18 @@ def test_a_restart_leaves_nothing_of_the_old_unroll():
         assert torch.equal(particles.state[name][rows], x), name
     assert particles.t.tolist() == [4, 0, 4, 4]
     assert float(particles.state["V/layers.0.weight"][0].sum()) > 0
+
+
+@pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
+def test_a_checkpoint_goes_to_the_trainers_device(name):
+    """Read on the CPU, as runs do; the meta device stands for a GPU."""
+    trainer = trainer_of(name)
+    trainer.advance()
+    r = trainer.r
+    other = pes.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
+    other.load_state_dict(trainer.state_dict())
+    for groups in other.particles:
+        for p in groups:
+            held = [*p.theta.values(), *p.state.values(), p.xi]
+            assert {x.device.type for x in held} == {"meta"}
+            assert p.t.device.type == p.length.device.type == "cpu"

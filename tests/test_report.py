@@ -55,3 +55,10 @@ def test_falls_and_worse():
     assert report.worse(gone, a)
     assert not report.worse(a, gone)
     assert report.ordered({"x": float("nan"), "mulo_m": 0.25}) == "μLO_M 0.250, x diverged"
+
+
+def test_tables_quote_what_they_must(tmp_path):
+    report.write_table(tmp_path / "x.csv", ["a", "|b|"], [["1, 2", 3], ["mulo_m", 4]])
+    assert report.rows_of(tmp_path / "x.csv")[0] == {"a": "1, 2", "|b|": "3"}
+    assert report.table(tmp_path / "x.csv")[0] == r"| a | \|b\| |"
+    assert report.table(tmp_path / "x.csv")[2:] == ["| 1, 2 | 3 |", "| μLO_M | 4 |"]
