@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import io
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +26,8 @@ SHIPPED = Path(__file__).parent / "weights"
 def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -> None:
     """Write text, bytes, or what content(file) writes, under another name; then rename to path."""
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.parent} for {path.name}: make it first.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -43,16 +44,16 @@ def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -
 
 def save(lo: LO, path: str | os.PathLike, **about) -> None:
     """Write a learned optimizer to a file, with `about`: plain values such as a command, a seed."""
-    weights = {name: w.detach().cpu().clone() for name, w in lo.named_parameters()}
+    weights = {name: w.detach().float().cpu().clone() for name, w in lo.named_parameters()}
     config = dataclasses.asdict(lo.config)
     content = {"format": FORMAT, "version": VERSION, "about": about, "config": config}
     content |= {"weights": weights, "sha256": _digest(config, weights)}
     buffer = io.BytesIO()
-    torch.save(content, buffer)
-    buffer.seek(0)
     try:
+        torch.save(content, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # what cannot be pickled, or read back, has no end of names
         raise TypeError(f"`about` takes plain numbers and strings, not {about!r}.") from error
     write_atomically(path, buffer.getvalue())
 
@@ -60,7 +61,7 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
 def find(name: str | os.PathLike) -> Path:
     """The file of a learned optimizer: by path, or by the name of a shipped one."""
     path = Path(name)
-    if not path.exists() and (SHIPPED / f"{name}.pt").exists():
+    if not path.is_file() and (SHIPPED / f"{name}.pt").is_file():
         path = SHIPPED / f"{name}.pt"
     if not path.is_file():
         shipped = ", ".join(sorted(f.stem for f in SHIPPED.glob("*.pt"))) or "none"
@@ -91,9 +92,10 @@ def load(name: str | os.PathLike, **changes) -> LO:
         if content["sha256"] != _digest(config, weights):
             raise ValueError("its checksum is wrong")
         lo = build(LOConfig(**config), weights)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0]  # torch appends where in its own code it was
         raise ValueError(
-            f"{path} is damaged or of another release ({error}): get it again."
+            f"{path} is damaged or of another release ({why}): get it again."
         ) from None
     return lo.with_config(**changes) if changes else lo
 
@@ -112,7 +114,8 @@ def _digest(config: dict, weights: Phi) -> str:
     """SHA-256 of all that makes a learned optimizer what it is."""
     digest = hashlib.sha256(repr(sorted(config.items())).encode())
     for name in sorted(weights):
-        digest.update(name.encode() + weights[name].detach().cpu().contiguous().numpy().tobytes())
+        digest.update(name.encode())
+        digest.update(weights[name].detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -147,7 +150,7 @@ def build(config: LOConfig, weights: Phi) -> LO:
         raise ValueError(
             f"the weights do not fit {config.net} of hidden_size {config.hidden_size}: {shapes}"
         )
-    lo = make(config)
+    lo = make(config).float()  # whatever torch's default is
     lo.load_state_dict({name: w.float() for name, w in weights.items()})
     return lo
 

@@ -16,7 +16,7 @@ import dataclasses
 import difflib
 import math
 import os
-import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -75,7 +75,10 @@ class Images:
         area = math.prod(self.shape[1:])
         self._scale = (1 / std).repeat_interleave(area)  # (C H W,)
         self._shift = (-mean / std).repeat_interleave(area)
-        self._spare: list[np.ndarray] = []
+        self._spare: list[tuple[np.ndarray, weakref.ref]] = []  # memory, and its last loan
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_spare": []}  # a copy in another process has its own
 
     def __len__(self) -> int:
         return len(self.x)
@@ -96,24 +99,25 @@ class Images:
     def _memory(self, shape: tuple[int, ...]) -> np.ndarray:
         """Memory for a batch: that of an earlier one which nobody holds any more, if there is one.
 
-        New memory is paid for page by page, which takes longer than all the rest of a batch. A
-        tensor made by from_numpy keeps a reference to its array as long as it, or a view of it,
-        lives: an array with no references but these three (list, loop, call) is free.
+        New memory is paid for page by page, which takes longer than all the rest of a batch. What
+        is lent is a view: a tensor made of it by from_numpy keeps it alive as long as it, or a view
+        of it, lives, so memory is free when its last loan is gone.
         """
-        for array in self._spare:
-            if array.shape == tuple(shape) and sys.getrefcount(array) == 3:
-                return array
-        array = np.empty(shape, np.float32)
-        self._spare = [*self._spare[-1:], array]
-        return array
+        free = [m for m, loan in self._spare if m.shape == tuple(shape) and loan() is None]
+        memory = free[0] if free else np.empty(shape, np.float32)
+        loan = memory.view()
+        others = [pair for pair in self._spare if pair[0] is not memory]
+        self._spare = [*others[-1:], (memory, weakref.ref(loan))]
+        return loan
 
     def pool(self, size: int) -> Images:
         """The same images averaged down to size x size and rounded to bytes again.
 
         mean and std stay those of the full images, so that all splits are normalised alike.
         """
-        if not 1 <= size <= min(self.shape[1:]):
-            raise ValueError(f"cannot pool {self.shape} images to size={size}: make it smaller.")
+        most = min(self.shape[1:])
+        if not 1 <= size <= most:
+            raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {most}.")
         pool = F.adaptive_avg_pool2d
         blocks = [pool(block.float(), size).round_().byte() for block in self.x.split(8192)]
         return dataclasses.replace(self, x=torch.cat(blocks))
@@ -135,7 +139,10 @@ class Tokens:
     def __post_init__(self):
         n, width = self.data.shape[-1], self.seq_len + 1
         if n < width or (self.data.ndim == 2 and n != width):
-            raise ValueError(f"{n} tokens are not seq_len={self.seq_len} and the next: change it.")
+            fix = f"make it {n - 1}"
+            if self.data.ndim == 1:
+                fix += " or less, or the text longer"
+            raise ValueError(f"{n} tokens are not seq_len={self.seq_len} and the next: {fix}.")
         self.device, self.shape = torch.device(self.device), (self.seq_len,)
         self.data = _place(self.data, self.device)
         # (N, seq_len + 1): of a running text a view of all its windows, which takes no memory

@@ -16,7 +16,6 @@ import pickle
 import struct
 import tarfile
 import tempfile
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
@@ -102,9 +101,11 @@ def _check_content(path: Path, content: bytes, check: bool) -> None:
         raise _bad(path, why, "get it again or pass check=False")
 
 
-def _check_labels(path: Path, y: np.ndarray, low: int, high: int) -> np.ndarray:
+def _check_labels(
+    path: Path, y: np.ndarray, low: int, high: int, fix: str = "get it again"
+) -> np.ndarray:
     if y.ndim != 1 or not len(y) or y.dtype.kind not in "iu" or y.min() < low or y.max() > high:
-        raise _bad(path, f"has no labels, or labels out of range {low}..{high}")
+        raise _bad(path, f"has no labels, or labels out of range {low}..{high}", fix)
     return y.astype(np.int64) - low
 
 
@@ -177,7 +178,7 @@ def _cifar_pickle(path: Path, check: bool) -> np.ndarray:
         x = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
         y = np.array(content["labels"])
     except ImportError as error:
-        raise _bad(path, f"asks for {error}, so it was not read", "it may run code") from error
+        raise _bad(path, f"asks for {error} and was not read, as it may run code") from error
     except Exception as error:  # a damaged pickle can raise anything
         raise _bad(path, f"is not a CIFAR-10 batch ({error})") from error
     y = _check_labels(path, y, 0, 9)
@@ -243,18 +244,17 @@ def read_imagenet(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.n
 
         write_atomically(y_path, lambda file: np.save(file, y))
         write_atomically(x_path, write)  # last: when it is there, both are
-    anew = f"delete it and {x_path.name}, so that both are made anew from the .npz files"
-    try:
-        y = _check_labels(y_path, np.load(y_path), 0, 999)
-    except Exception as error:
-        raise _bad(y_path, f"is damaged ({error})", anew) from error
-    try:
-        x = np.load(x_path, mmap_mode="c")  # "c": torch wants it writable
-        shape, dtype = x.shape, x.dtype
-    except Exception as error:
-        raise _bad(x_path, f"is damaged ({error})", anew) from error
-    if shape != (len(y), 3, side, side) or dtype != np.uint8:
-        raise _bad(x_path, f"is {dtype} {shape}", anew)
+    anew = f"delete {x_path.name} and {y_path.name}, so that they are made anew from the .npz files"
+
+    def mapped(path: Path) -> np.ndarray:
+        try:
+            return np.lib.format.open_memmap(path, mode="c")  # "c": torch wants it writable
+        except Exception as error:  # a damaged header can raise anything
+            raise _bad(path, f"is damaged ({error})", anew) from error
+
+    x, y = mapped(x_path), _check_labels(y_path, mapped(y_path), 0, 999, anew)
+    if x.shape != (len(y), 3, side, side) or x.dtype != np.uint8:
+        raise _bad(x_path, f"is {x.dtype} {x.shape} for {len(y)} labels", anew)
     return x, y
 
 
@@ -382,7 +382,8 @@ def _fetch(url: str, path: Path, md5: str) -> None:
         raise OSError(f"{url}: {problem}: ask again, a transfer that stopped goes on.")
     if _md5(part) != md5:
         part.unlink()
-        raise _bad(url, f"came with the wrong checksum (md5 is not {md5})", "it was deleted")
+        why = f"came with the wrong checksum (md5 is not {md5})"
+        raise _bad(url, why, "it was deleted, ask again")
     os.replace(part, path)
 
 
@@ -393,7 +394,10 @@ def _unpack(path: Path) -> None:
             with tarfile.open(path) as tar:
                 tar.extractall(temporary, filter="data")
         except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-            raise _bad(path, f"was not unpacked ({error})") from error
+            fix = "get it again"
+            if getattr(error, "errno", None):  # the disk's fault, not the file's
+                fix = "make room there, or choose another --data-dir"
+            raise _bad(path, f"was not unpacked ({error})", fix) from error
         for file in (f for f in Path(temporary).rglob("*") if f.is_file()):
             to = path.parent / file.relative_to(temporary)
             to.parent.mkdir(parents=True, exist_ok=True)

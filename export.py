@@ -35,6 +35,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import checkpoints
 import features
@@ -157,12 +158,11 @@ def write(
     text = json.dumps(config, separators=(",", ":"))
     files = [out / f"{name}.pt"]
     checkpoints.save(lo, files[0], **(about or {}))
-    for kind in graphs.kinds(lo.config):
-        graph = graphs.make(lo, kind)
-        for suffix in suffixes:
-            files.append(out / f"{name}.{kind}.{suffix}")
-            content = WRITERS[suffix](graph, text)
-            checkpoints.write_atomically(files[-1], content)
+    made = [(kind, suffix) for kind in graphs.kinds(lo.config) for suffix in suffixes]
+    for kind, suffix in tqdm(made, f"exporting {name}", unit="file"):
+        files.append(out / f"{name}.{kind}.{suffix}")
+        content = WRITERS[suffix](graphs.make(lo, kind), text)
+        checkpoints.write_atomically(files[-1], content)
     config["sha256"] = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
     text, path = json.dumps(config, indent=1), out / f"{name}.json"
     checkpoints.write_atomically(path, text)
@@ -265,7 +265,7 @@ def inputs_for(
 
 
 def difference(
-    graph: Graph, given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor | None
+    graph: Graph, given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor
 ) -> float:
     """The largest error of any output relative to its size; of parameters, of the update."""
     worst = 0.0
@@ -277,7 +277,7 @@ def difference(
             return float("inf")
         if name == "new_param":
             a, b = a - param.double(), b - param.double()
-        size = graph.size(name, right).clamp_min(1e-30) if name != "new_param" else b.abs().max()
+        size = b.abs().max() if name == "new_param" else graph.size(name, right)
         error = float((a - b).abs().max() / size.clamp_min(1e-30))
         worst = max(worst, error) if error == error else float("inf")
     return worst

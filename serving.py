@@ -126,6 +126,8 @@ class Session:
         threads: int | None = None,
         block: int | None = None,  # entries that are worked on at a time; on CUDA all of them
     ):
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
         self.device = place(device)
         kind = self.device.type
         wanted = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(kind)
@@ -229,7 +231,7 @@ class Session:
         for name, shape in self.outputs.items():
             if name not in outputs:
                 shape = [sizes.get(d, d) for d in shape]
-                outputs[name] = torch.empty(shape, device=self.device)
+                outputs[name] = torch.empty(shape, dtype=torch.float32, device=self.device)
         where = self.device.type, self.device.index or 0, np.float32
         for bind, tensors in (
             (self.binding.bind_input, inputs),
@@ -369,7 +371,7 @@ class OrtMuLO(MuLO):
             part = slice(start, end)
             inputs = {"param": p, "grad": g} | old | {"lr_scale": rate} | more
             inputs = {k: x[part] for k, x in inputs.items()}
-            inputs["step"] = torch.tensor(steps[start], device=p.device)
+            inputs["step"] = torch.tensor(steps[start], dtype=torch.float32, device=p.device)
             outputs = {f"new_{k}": x[part] for k, x in ({"param": new_p} | new).items()}
             self.session(layout.kind).run(inputs, outputs, finite=())
 
@@ -398,7 +400,7 @@ class OrtMuLO(MuLO):
         S, rank = len(b.p), float(sum(n > 1 for n in b.p.shape[1:]))
         inputs = {"param": b.p.float().reshape(S, -1)}
         inputs |= {"second_moment": b.acc.V.reshape(S, -1), "momentum": b.acc.M.reshape(S, 3, -1)}
-        inputs |= {"rank": torch.tensor(rank, device=b.p.device)}
+        inputs |= {"rank": torch.tensor(rank, dtype=torch.float32, device=b.p.device)}
         return self.session("stats").run(inputs)["features"]
 
     def _hyper(
@@ -413,9 +415,9 @@ class OrtMuLO(MuLO):
     ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
         bugged = self.lo.config.use_bugged_loss_features
         inputs = {"features": x_tensor, "loss": loss, "step": t, "hidden": h, "cell": cell}
-        inputs["num_steps"] = torch.tensor(float(self.num_steps), device=t.device)
-        inputs["loss_decay"] = features.loss_decays(self.num_steps, bugged, t.device)
-        inputs |= {f"loss_{k}": x for k, x in memory._asdict().items()}
+        inputs["num_steps"] = torch.tensor(self.num_steps, dtype=torch.float32, device=t.device)
+        inputs["loss_decay"] = features.loss_decays(self.num_steps, bugged, t.device).float()
+        inputs |= {f"loss_{k}": x.float() for k, x in memory._asdict().items()}
         out = self.session("hyper").run(inputs)
         memory = LossBuffer(*(out.pop(f"new_loss_{k}") for k in LossBuffer._fields))
         h, cell, alpha = (out.pop(k) for k in ("new_hidden", "new_cell", "alpha"))

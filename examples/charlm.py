@@ -3,7 +3,7 @@
 python examples/charlm.py --optimizer mulo
 python examples/charlm.py --optimizer adamw --lr 3e-3
 python examples/charlm.py --text shakespeare.txt --width 384 --depth 6 --steps 5000
-torchrun --nproc-per-node 2 examples/charlm.py --out runs/charlm     # and again: it continues
+torchrun --nproc-per-node 2 -- examples/charlm.py --out runs/charlm     # and again: it continues
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ class GPT(nn.Module):
 
 @loop.one_sentence()
 def main() -> float:
-    parser = loop.parser(
-        "A character language model.", width=128, batch=32, steps=500, every=100, lo="mulo_m"
-    )
+    parser = loop.parser("A character language model.", width=128, batch=32, steps=500, every=100)
     parser.add_argument("--text", type=Path, help="a UTF-8 file (default: this repository's code)")
-    parser.add_argument("--depth", type=loop.positive, default=4)
-    parser.add_argument("--length", type=loop.positive, default=128, help="characters of context")
+    parser.add_argument("--depth", type=loop.positive, default=4, help="blocks (default: 4)")
+    length = "characters of context (default: 128)"
+    parser.add_argument("--length", type=loop.positive, default=128, help=length)
     args = parser.parse_args()
     if args.width % HEAD:
         raise ValueError(f"--width must be a multiple of {HEAD}, not {args.width}.")

@@ -71,8 +71,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the examples' task, and train it here.")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     folder = Path(parser.parse_args().out)
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder)
+    except OSError as error:
+        sys.exit(f"desk.py: cannot write to {folder} ({error.strerror}): choose another --out.")
     print("loss", train(lambda groups: mulo.MuLO(groups, mulo.load("mulo_m"))))
 
 

@@ -38,20 +38,36 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def device(text: str) -> str:
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"must be cpu or cuda, not {text}") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"torch finds no {text} here, use cpu")
+    return text
+
+
 def parser(description: str, **defaults) -> argparse.ArgumentParser:
     """The flags that both examples share."""
     p = argparse.ArgumentParser(description=description)
-    p.add_argument("--optimizer", choices=["mulo", "adamw"], default="mulo")
-    p.add_argument("--lo", default="mulo_m", help="the μLO: a shipped name or a file (mulo_m)")
-    p.add_argument("--lr", type=float, help="default: 1 for a μLO, 0.001 for AdamW")
-    p.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
-    p.add_argument("--width", type=positive)
-    p.add_argument("--batch", type=positive)
-    p.add_argument("--steps", type=positive)
-    p.add_argument("--every", type=positive, help="steps between checkpoints")
-    p.add_argument("--out", type=Path, help="folder of checkpoints; a run there is continued")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--seed", type=int, default=0)
+
+    def add(flag: str, text: str, **options) -> None:
+        p.add_argument(flag, help=f"{text} (default: %(default)s)", **options)
+
+    add("--optimizer", "what trains", choices=["mulo", "adamw"], default="mulo")
+    add("--lo", "the μLO, a shipped name or a file", default="mulo_m")
+    p.add_argument("--lr", type=float, help="learning rate (default: 1 for a μLO, 0.001 for AdamW)")
+    add("--schedule", "of the learning rate", choices=["cosine", "constant"], default="cosine")
+    add("--width", "of the model", type=positive)
+    add("--batch", "examples a step and process", type=positive)
+    add("--steps", "length of the run", type=positive)
+    add("--every", "steps between checkpoints", type=positive)
+    out = "folder of checkpoints; a run there is continued (default: none are written)"
+    p.add_argument("--out", type=Path, help=out)
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", "cpu or cuda", type=device, default=best)
+    add("--seed", "of the initial weights and the batches", type=int, default=0)
     p.set_defaults(**defaults)
     return p
 
@@ -67,7 +83,8 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     groups = mulo.param_groups(model, roles)  # μLO: factors on the updates
     once = {} if args.schedule == "constant" else {"anneal": 0.0}  # μLO: the schedule anneals
     lo = mulo.load(args.lo, **once)
-    return model, mulo.MuLO(groups, lo, lr=1.0 if args.lr is None else args.lr)
+    lr = 1.0 if args.lr is None else args.lr
+    return model, mulo.MuLO(groups, lo, lr, num_steps=args.steps)  # μLO: VeLO plans its run
 
 
 def factor(step: int, args) -> float:
@@ -82,6 +99,23 @@ def save(path: Path, content: dict) -> None:
     """Written whole, then renamed: a run that is killed keeps its last checkpoint."""
     torch.save(content, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
+
+
+def load(path: Path, device: str, generator: torch.Generator, **parts) -> tuple[int, list[float]]:
+    """Bring generator and parts to where `save` left them; the steps done, and their losses."""
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+        generator.set_state(saved["generator"].cpu())
+        step, losses = saved["step"], saved["losses"]
+    except Exception as error:  # what is wrong with a damaged file has no end of names
+        raise ValueError(f"{path} is damaged: delete it, or choose another --out.") from error
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    except (KeyError, RuntimeError, ValueError) as error:
+        what = "is of another model or optimizer: choose another --out."
+        raise ValueError(f"{path} {what}") from error
+    return step, losses
 
 
 def run(
@@ -101,18 +135,16 @@ def run(
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: factor(step, args))
     generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # own batches
     start, losses, path = 0, [], args.out and args.out / f"checkpoint.rank{rank}.pt"
+    parts = {"model": model, "optimizer": opt, "scheduler": scheduler}
     if path and path.exists():
-        saved = torch.load(path, map_location=args.device, weights_only=True)
-        try:
-            model.load_state_dict(saved["model"])
-            opt.load_state_dict(saved["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            what = "is of another model or optimizer: choose another --out."
-            raise ValueError(f"{path} {what}") from error
-        scheduler.load_state_dict(saved["scheduler"])
-        generator.set_state(saved["generator"].cpu())
-        start, losses = saved["step"], saved["losses"]
+        start, losses = load(path, args.device, generator, **parts)
         print(f"continuing at step {start}")
+    if world > 1:
+        starts = [None] * world
+        dist.all_gather_object(starts, start)
+        if len(set(starts)) > 1:
+            fix = "resume with as many processes as before, or choose another --out"
+            raise ValueError(f"the ranks' checkpoints are of steps {starts}: {fix}.")
     net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     half = contextlib.nullcontext()
     if args.device.startswith("cuda"):
@@ -123,7 +155,11 @@ def run(
         with half:
             loss = loss_of(net, x.to(args.device), y.to(args.device))
         loss.backward()
-        opt.step()
+        loss = loss.detach()
+        if world > 1:  # the mean over all processes, so that they step alike
+            dist.all_reduce(loss)
+            loss /= world
+        opt.step(**({"loss": loss} if args.optimizer == "mulo" else {}))  # μLO: VeLO looks at it
         opt.zero_grad()
         scheduler.step()
         losses.append(loss.item())
@@ -132,13 +168,13 @@ def run(
             print(f"step {step}: loss {losses[-1]:.4f}, {speed:.1f} steps/s", flush=True)
         if path and ((step + 1) % args.every == 0 or step + 1 == args.steps):
             args.out.mkdir(parents=True, exist_ok=True)
-            state = {"model": model.state_dict(), "optimizer": opt.state_dict()}
-            state |= {"scheduler": scheduler.state_dict(), "generator": generator.get_state()}
-            save(path, state | {"step": step + 1, "losses": losses})
-    end = torch.tensor(losses[-max(1, args.steps // 10) :]).mean().to(args.device)
+            state = {name: part.state_dict() for name, part in parts.items()}
+            state |= {"generator": generator.get_state(), "step": step + 1, "losses": losses}
+            save(path, state)
     if world > 1:
-        dist.all_reduce(end)
         dist.destroy_process_group()
+    end = losses[-max(1, args.steps // 10) :]
+    end = sum(end) / len(end)
     if rank == 0:
-        print(f"{args.optimizer}: final loss {end.item() / world:.4f}")
-    return end.item() / world
+        print(f"{args.optimizer}: final loss {end:.4f}")
+    return end

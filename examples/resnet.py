@@ -1,9 +1,9 @@
-"""A ResNet on CIFAR-10, or on the images that ship with this repository where that is missing.
+"""A ResNet on CIFAR-10, or on the images that ship with this repository where there is none.
 
 python examples/resnet.py --optimizer mulo
 python examples/resnet.py --optimizer adamw --lr 3e-3
 python tasks.py download cifar10 && python examples/resnet.py --width 512 --steps 10000
-torchrun --nproc-per-node 2 examples/resnet.py --out runs/resnet     # and again: it continues
+torchrun --nproc-per-node 2 -- examples/resnet.py --out runs/resnet     # and again: it continues
 """
 
 from __future__ import annotations
@@ -55,13 +55,16 @@ class ResNet(nn.Module):
 @loop.one_sentence()
 def main() -> float:
     parser = loop.parser("An image classifier.", width=64, batch=64, steps=300, every=100)
-    parser.add_argument("--data-dir", help="where CIFAR-10 is (default: $MULO_DATA or ./data)")
+    where = "where CIFAR-10 is (default: $MULO_DATA, else ./data; if not there, other images)"
+    parser.add_argument("--data-dir", help=where)
     args = parser.parse_args()
     if args.width % 32:
         raise ValueError(f"--width must be a multiple of 32, not {args.width}.")
     try:
         images = data.load("cifar10", data_dir=args.data_dir)
     except FileNotFoundError:
+        if args.data_dir is not None:
+            raise
         images = data.load("fashion10k", size=14)
         print("no CIFAR-10 (python tasks.py download cifar10): 14x14 Fashion-MNIST instead")
 

@@ -1,7 +1,10 @@
 """Trains a net with an exported learned optimizer: NumPy and onnxruntime, nothing else.
 
-pip install -r examples/requirements.txt
+pip install -r examples/requirements.txt    # in an environment of its own
 python examples/train.py            # after: python export.py mulo_m && python examples/desk.py
+
+The repository's own environment already has both, and its onnxruntime-gpu would be broken by an
+onnxruntime beside it.
 """
 
 import json
@@ -13,12 +16,14 @@ import numpy as np
 import onnxruntime
 
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "exported")
+KINDS = ("matrix", "tall", "vector")
 
 
 def read_desk():
     """Settings, initial weights (torch's layout: out, in), inputs and labels of every batch."""
-    if not (FOLDER / "desk.json").exists():
-        sys.exit(f"no {FOLDER}/desk.json: run python export.py mulo_m && python examples/desk.py")
+    for file in ("desk.json", "desk.bin", *(f"mulo_m.{kind}.onnx" for kind in KINDS)):
+        if not (FOLDER / file).exists():
+            sys.exit(f"no {FOLDER}/{file}: run python export.py mulo_m && python examples/desk.py")
     about = json.loads((FOLDER / "desk.json").read_text())
     content, arrays, start = (FOLDER / "desk.bin").read_bytes(), {}, 0
     for name, shape, dtype in about["arrays"]:
@@ -61,7 +66,7 @@ class MuLO:
             kind: onnxruntime.InferenceSession(
                 FOLDER / f"mulo_m.{kind}.onnx", options, providers=["CPUExecutionProvider"]
             )
-            for kind in ("matrix", "tall", "vector")
+            for kind in KINDS
         }
         self.lr_scale, self.t, self.state = lr_scale, 0, {}
         for name, p in params.items():

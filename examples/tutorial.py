@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Learned optimizers under μP, from the beginning
 #
-# Ten cells that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
+# Ten steps that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
 # cell by cell in an editor that knows `# %%`. Figures go to runs/tutorial. Everything is done by
 # the modules that do it for real; the paper is "μLO: Compute-Efficient Meta-Generalization of
 # Learned Optimizers".

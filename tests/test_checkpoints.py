@@ -1,5 +1,6 @@
 """Files: round trips, importers, and everything that can be wrong with a file."""
 
+import copy
 import os
 import pickle
 
@@ -102,14 +103,32 @@ def test_a_failed_write_leaves_the_old_file(small_fc, tmp_path, monkeypatch):
 
 def test_about_takes_plain_values_only(small_fc, tmp_path):
     mulo.save(small_fc, tmp_path / "lo.pt", seed=1)
-    with pytest.raises(TypeError, match="`about` takes plain numbers and strings"):
-        mulo.save(small_fc, tmp_path / "lo.pt", where=tmp_path)
+    for value in (tmp_path, lambda: 0, open(os.devnull)):  # cannot be read back, or not written
+        with pytest.raises(TypeError, match="`about` takes plain numbers and strings"):
+            mulo.save(small_fc, tmp_path / "lo.pt", where=value)
     assert mulo.load(tmp_path / "lo.pt").config == small_fc.config
+
+
+def test_a_folder_that_is_not_there(small_fc, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere for x\.pt: make it first\.$"):
+        mulo.save(small_fc, tmp_path / "nowhere" / "x.pt")
+
+
+def test_weights_of_another_type_are_saved_as_float32(small_fc, tmp_path):
+    half = copy.deepcopy(small_fc).bfloat16()
+    mulo.save(half, tmp_path / "lo.pt")
+    again = mulo.load(tmp_path / "lo.pt")
+    assert all(w.dtype == torch.float32 for w in again.parameters())
+    assert torch.equal(again.w0, half.w0.float())
+    assert checkpoints.digest(half) == checkpoints.digest(again)
 
 
 def test_shipped_names(small_fc, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "SHIPPED", tmp_path)
     mulo.save(small_fc, tmp_path / "mine.pt")
+    assert mulo.load("mine").config == small_fc.config
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()  # a folder of this name hides nothing
     assert mulo.load("mine").config == small_fc.config
     with pytest.raises(FileNotFoundError, match=r"no learned optimizer 'yours'.*\(mine\)"):
         mulo.load("yours")
@@ -166,6 +185,9 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     refused("config.pt", "damaged or of another release.*colour")
     forged("huge.pt", config=good["config"] | {"hidden_size": 10**9})
     refused("huge.pt", "do not fit small_fc of hidden_size 1000000000")
+    for size in (10**18, 10**30):
+        forged("huge.pt", config=good["config"] | {"hidden_size": size})
+        refused("huge.pt", "huge.pt is damaged or of another release .*: get it again")
     torch.save(good | {"weights": [1]}, "weights.pt")
     refused("weights.pt", "damaged or of another release")
     with pytest.raises(FileNotFoundError, match="give a file's path or a shipped name"):

@@ -266,7 +266,7 @@ def test_imagenet_is_mapped_not_read(tmp_path):
     assert (data.load("imagenet32", tmp_path).x[0] != 7).any()
     path.write_bytes(path.read_bytes()[:-1000])
     del d
-    with refused("train_x.npy is damaged", "delete it"):
+    with refused("train_x.npy is damaged", "delete train_x.npy and train_y.npy, so"):
         data.load("imagenet32", tmp_path)
 
 
@@ -326,9 +326,15 @@ def test_damaged_conversions_are_refused(tmp_path, bad):
     assert len(data.load("imagenet32", tmp_path, split="val")) == 2
     for y in (np.array([5000, -3]), np.array([0.5, 1.0]), np.zeros((2, 2), int), np.array(3)):
         np.save(folder / "val_y.npy", y)
-        with refused("val_y.npy is damaged", "delete it"):
+        with refused("val_y.npy has no labels, or labels out of range 0..999: delete val_x.npy"):
             data.load("imagenet32", tmp_path, split="val")
+    np.save(folder / "val_y.npy", np.array([5, 999, 3]))
+    with refused("val_x.npy is uint8 (2, 3, 32, 32) for 3 labels: delete val_x.npy and val_y.npy"):
+        data.load("imagenet32", tmp_path, split="val")
+    (folder / "val_y.npy").write_bytes(bad)
+    with refused("val_y.npy is damaged", "delete val_x.npy and val_y.npy"):
+        data.load("imagenet32", tmp_path, split="val")
     np.save(folder / "val_y.npy", np.array([5, 999]))
     (folder / "val_x.npy").write_bytes(bad)
-    with refused("val_x.npy is damaged", "delete it"):
+    with refused("val_x.npy is damaged", "delete val_x.npy and val_y.npy"):
         data.load("imagenet32", tmp_path, split="val")

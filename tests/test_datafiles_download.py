@@ -1,5 +1,6 @@
 """Downloads from a server that breaks off, ignores ranges or sends the wrong bytes."""
 
+import errno
 import gzip
 import hashlib
 import http.server
@@ -117,7 +118,7 @@ def test_download_of_a_part_that_is_whole(server, archive, tmp_path):
 
 def test_download_checks_before_it_renames(server, archive, tmp_path):
     server.files[TAR] = archive[:-1] + b"!"
-    with refused(f"{TAR} came with the wrong checksum", "it was deleted"):
+    with refused(f"{TAR} came with the wrong checksum", "it was deleted, ask again"):
         datafiles.download("cifar10", tmp_path, server.url)
     assert names(tmp_path / "cifar10") == []
     put(tmp_path / "cifar10" / f"{TAR}.part", b"a bad beginning")
@@ -161,10 +162,20 @@ def test_command_line(tmp_path, complaint):
 def test_unpacking_stays_in_its_folder(server, tmp_path, monkeypatch):
     server.files[TAR] = tar({"fine.bin": b"fine", "../../outside": b"evil"})
     monkeypatch.setitem(datafiles.MD5, TAR, hashlib.md5(server.files[TAR]).hexdigest())
-    with refused(f"{TAR} was not unpacked"):
+    with refused(f"{TAR} was not unpacked", "get it again"):
         datafiles.download("cifar10", tmp_path / "root", server.url)
     assert not list(tmp_path.rglob("outside"))
     assert names(tmp_path / "root/cifar10") == [TAR]
+
+
+def test_a_full_disk_is_not_the_archives_fault(server, archive, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", full)
+    with refused(f"{TAR} was not unpacked", "No space left", "make room there"):
+        datafiles.download("cifar10", tmp_path, server.url)
+    assert names(tmp_path / "cifar10") == [TAR]
 
 
 def test_published_checksums():

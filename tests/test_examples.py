@@ -116,9 +116,9 @@ def test_resume_bit_for_bit(start, example, optimizer, monkeypatch, capsys):
 
 def test_torchrun_is_one_process_with_both_batches(start, tmp_path, monkeypatch):
     flags = [*SMALL[charlm], "--text", tmp_path / "text", "--steps", 5, "--every", 5]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    out = ["--out", tmp_path / "two"]
-    done = run(sys.executable, *torchrun, "examples/charlm.py", *map(str, [*flags, *out]))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+    command = [*torchrun, "examples/charlm.py", *map(str, [*flags, "--out", tmp_path / "two"])]
+    done = run(sys.executable, *command)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(f"two/checkpoint.rank{rank}.pt") for rank in (0, 1)]
     assert all(torch.equal(x, ranks[1]["model"][k]) for k, x in ranks[0]["model"].items())
@@ -138,12 +138,27 @@ def test_torchrun_is_one_process_with_both_batches(start, tmp_path, monkeypatch)
     assert torch.tensor(losses).mean(0).tolist() == pytest.approx(one["losses"], rel=1e-5)
     for k, x in one["model"].items():
         torch.testing.assert_close(ranks[0]["model"][k], x, rtol=0, atol=1e-5)
+    Path("two/checkpoint.rank1.pt").unlink()
+    done = run(sys.executable, *command)
+    assert "the ranks' checkpoints are of steps [5, 0]: resume with as many" in done.stderr
+    assert done.returncode
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_velo_plans_the_run_and_sees_the_loss(start, schedule):
+    start(charlm, "--lo", "muvelo_m", "--schedule", schedule, "--steps", 8, "--out", "run")
+    saved = torch.load("run/checkpoint.rank0.pt")
+    assert saved["losses"][-1] < saved["losses"][0]
+    assert saved["optimizer"]["state"]["loss"]["count"] == 8
 
 
 @EXAMPLES
 def test_wrong_flags_are_one_sentence(start, example, tmp_path, capsys):
     start(example, "--steps", 1, "--out", "run")
     capsys.readouterr()
+    (tmp_path / "torn").mkdir()
+    whole = (tmp_path / "run" / "checkpoint.rank0.pt").read_bytes()
+    (tmp_path / "torn" / "checkpoint.rank0.pt").write_bytes(whole[: len(whole) // 2])
     wrong = {
         ("--optimizer", "sgd"): "invalid choice: 'sgd'",
         ("--steps", 0): "argument --steps: must be 1 or more, not 0",
@@ -151,13 +166,18 @@ def test_wrong_flags_are_one_sentence(start, example, tmp_path, capsys):
         ("--batch", "x"): "argument --batch: must be 1 or more, not x",
         ("--width", 33): "--width must be a multiple of 32, not 33.",
         ("--lo", "nothing"): "no learned optimizer 'nothing': give a file's path",
+        ("--device", "desk"): "argument --device: must be cpu or cuda, not desk",
+        ("--device", "cuda:99"): "argument --device: torch finds no cuda:99 here, use cpu",
         ("--out", "text", "--steps", 1): "text",
+        ("--out", "torn"): "rank0.pt is damaged: delete it, or choose another --out.",
         ("--out", "run", "--width", 64): "is of another model or optimizer: choose another --out.",
         ("--out", "run", "--optimizer", "adamw"): "is of another model or optimizer",
     }
     if example is charlm:
         wrong[("--text", "nowhere")] = "nowhere"
         wrong[("--length", 500)] = "the text has 189 characters: use a --length below that."
+    else:
+        wrong[("--data-dir", "nowhere")] = "nowhere/cifar10/cifar-10-batches-bin lacks"
     for flags, sentence in wrong.items():
         with pytest.raises(SystemExit) as stop:
             start(example, *flags)
@@ -225,6 +245,17 @@ def test_same_training_without_torch(exported):
     done = run(sys.executable, "-c", code, "examples/train.py", exported)
     assert done.returncode == 0, done.stderr
     assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
+
+
+def test_files_that_are_missing_are_one_sentence(tmp_path, complaint):
+    for file in ("desk.json", "desk.bin", "mulo_m.matrix.onnx"):
+        done = run(sys.executable, "examples/train.py", tmp_path)
+        assert done.stderr == (
+            f"no {tmp_path}/{file}: run python export.py mulo_m && python examples/desk.py\n"
+        )
+        (tmp_path / file).touch()
+    said = complaint(desk, "--out", tmp_path / "desk.bin")
+    assert said.endswith("desk.bin (File exists): choose another --out.")
 
 
 JS = ROOT / "examples" / "js"

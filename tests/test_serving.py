@@ -73,12 +73,20 @@ def test_cuda_is_not_taken_for_granted(exported):
         Session(exported / "mulo_m.vector.onnx", device="cuda")
     with pytest.raises(RuntimeError, match="cannot run on CUDA here"):
         OrtMuLO([nn.Parameter(torch.ones(3))], exported, device="cuda")
+
+
+def test_other_devices_are_refused(exported):
     with pytest.raises(ValueError, match="use 'cpu' or 'cuda'"):
         Session(exported / "mulo_m.vector.onnx", device="mps")
     p = nn.Parameter(torch.ones(3, device="meta"))
     p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="a parameter is on meta, the optimizer on 'cpu'"):
         OrtMuLO([p], exported).step()
+
+
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file .*nowhere\.onnx: export the optimizer"):
+        Session(tmp_path / "nowhere.onnx")
 
 
 def test_optimizer_refuses_files_that_do_not_fit(copied):
@@ -157,6 +165,24 @@ def test_ort_is_mulo(exported, dtype):
 def test_ort_is_mulo_for_velo(velo):
     models, opts = pair(velo, num_steps=40)
     steps(models, opts, 12)
+
+
+def test_torchs_default_type_does_not_matter(exported, velo):
+    start, grad = torch.linspace(-1, 1, 20).view(5, 4), torch.linspace(0, 1, 20).view(5, 4)
+    for folder, options in ((exported, {}), (velo, {"num_steps": 9})):
+        ends = []
+        for dtype in (torch.float32, torch.float64):
+            p = nn.Parameter(start.clone())
+            torch.set_default_dtype(dtype)
+            try:
+                opt = OrtMuLO([p], folder, **options)
+                for _ in range(3):
+                    p.grad = grad.clone()
+                    opt.step(loss=1.0)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            ends.append(p.detach())
+        torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
 
 
 def test_float64_is_refused(exported):

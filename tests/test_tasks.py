@@ -118,13 +118,29 @@ def test_any_width_and_depth():
         ("resnet_w128_d3", "did you mean 'resnet_w128'"),
         ("", "`python tasks.py` lists them all"),
         ("c10_mlp_w64_d1", "c10_mlp_w64_d1 cannot have depth 1: use 2 or more"),
-        ("fashion_resnet_w40", "cannot be 40 wide: a resnet's width is a multiple of 32"),
-        ("vit_w0_d3", "cannot be 0 wide"),
+        ("fashion_resnet_w40", "cannot be 40 wide: use a multiple of 32"),
+        ("fashion_resnet_w0", "cannot be 0 wide: use a multiple of 32"),
+        ("fashion8_mlp_w0_d3", "cannot be 0 wide: use 1 or more"),
+        ("vit_w0_d3", "cannot be 0 wide: use 1 or more"),
     ],
 )
 def test_names_that_are_wrong(name, message):
     with pytest.raises(ValueError, match=message):
         tasks.get(name)
+
+
+def test_changes_that_are_wrong():
+    for depth in (17, 20):
+        with pytest.raises(ValueError, match=f"depth {depth}: leave it out, a resnet has 18 laye"):
+            tasks.get("resnet_w128", depth=depth)
+    with pytest.raises(ValueError, match="cannot be 2 wide: use 3 or more"):
+        tasks.get("vit_w2_d3", heads=3)
+
+
+def test_rules_in_a_list():
+    task = tasks.get("fashion8_mlp_w16_d3", rules=["init"])
+    assert task == tasks.get("fashion8_mlp_w16_d3", rules=("init",))
+    assert task.roles()["head.weight"] == "output"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -25,16 +25,22 @@ struct Param {
 Tensor read(std::ifstream& file, std::vector<int64_t> shape, torch::ScalarType type) {
   Tensor x = torch::empty(shape, type);
   if (!file.read(static_cast<char*>(x.data_ptr()), x.nbytes()))
-    throw std::runtime_error("no desk.bin of the right size: run python examples/desk.py");
+    throw std::runtime_error("desk.bin is too short: run python examples/desk.py");
   return x;
 }
 
 int main(int argc, char** argv) try {
   const std::string folder = argc > 1 ? argv[1] : "exported";
   at::set_num_threads(1);
+  const std::vector<std::string> kinds{"matrix", "tall", "vector"};
+  std::vector<std::string> files{"desk.bin"};
+  for (const auto& kind : kinds) files.push_back("mulo_m." + kind + ".ts");
+  for (const auto& file : files)
+    if (!std::ifstream(folder + "/" + file))
+      throw std::runtime_error("no " + folder + "/" + file +
+                               ": run python export.py mulo_m && python examples/desk.py");
   std::map<std::string, torch::jit::Module> graphs;
-  for (const std::string kind : {"matrix", "tall", "vector"})
-    graphs[kind] = torch::jit::load(folder + "/mulo_m." + kind + ".ts");
+  for (const auto& kind : kinds) graphs[kind] = torch::jit::load(folder + "/mulo_m." + kind + ".ts");
 
   std::ifstream file(folder + "/desk.bin", std::ios::binary);
   std::vector<Param> params;

@@ -7,8 +7,10 @@ import * as ort from "onnxruntime-node";
 import { MuLO, lossAndGradients, readDesk } from "./mulo.mjs";
 
 const folder = process.argv[2] ?? "../../exported";
-if (!existsSync(path.join(folder, "desk.json"))) {
-  console.error(`no ${folder}/desk.json: run python export.py mulo_m && python examples/desk.py`);
+const graphs = ["matrix", "tall", "vector"].map((kind) => `mulo_m.${kind}.onnx`);
+const missing = ["desk.json", "desk.bin", ...graphs].find((file) => !existsSync(path.join(folder, file)));
+if (missing) {
+  console.error(`no ${folder}/${missing}: run python export.py mulo_m && python examples/desk.py`);
   process.exit(1);
 }
 const about = JSON.parse(await readFile(path.join(folder, "desk.json")));
