@@ -1,9 +1,14 @@
 """Experiments and their command line."""
 
+import dataclasses
+import json
+import sys
 from pathlib import Path
 
+import baselines
 import evaluate
 from cells import Cells
+from experiments import SMOKE
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +31,43 @@ def test_messages(tmp_path, complaint):
         ),
     ):
         assert reason in complaint(evaluate, *flags)
+
+
+def test_commands(tmp_path, monkeypatch, capsys):
+    """Tune rates, look at a task, test a claim: each says so, and leaves its files."""
+    before = {which: baselines.best(which, "fashion8_mlp", 500) for which in baselines.NAMES}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(baselines, "TUNED", tmp_path / "results" / "tuned")
+    for which, values in before.items():
+        baselines.remember(which, "fashion8_mlp", 500, "constant", values)
+    monkeypatch.setattr(evaluate, "SUITES", {"desk": dataclasses.replace(SMOKE, who=("mulo_m",))})
+
+    def run(line: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *line.split()])
+        evaluate.main()
+        return capsys.readouterr().out
+
+    said = run("tune fashion8_mlp --width 8 --steps 4 --seeds 1 --schedule cosine --rates-only")
+    assert "of 14, kept in" in said
+    assert "of 32, kept in" in said
+    kept = json.loads((tmp_path / "results" / "tuned" / "fashion8_mlp.json").read_text())
+    assert kept["muadam, 4 steps, cosine"]["configurations"] == 32
+    said = run("task fashion8_mlp_w8_d3 --who mulo_m adamw --steps 4 --seeds 2 --processes 1")
+    assert "fashion8_mlp_w8_d3" in said
+    assert said.count("±") == 2
+    assert "4 layers, final loss: μLO_M" in run("depth --processes 1")
+    assert "## Deeper nets" in (tmp_path / "RESULTS.md").read_text()
+    run("depth --processes 1 --who mulo_m --out elsewhere")
+    assert "Not run: `python evaluate.py width`" in (tmp_path / "elsewhere/RESULTS.md").read_text()
+
+
+def test_ctrl_c_is_one_sentence(tmp_path, monkeypatch, complaint):
+    def stop(*args):
+        """As when a user has seen enough."""
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(evaluate.EXPERIMENTS, "depth", stop)
+    assert "stopped; what was finished is kept" in complaint(evaluate, "depth", "--out", tmp_path)
 
 
 # Final losses of several meta-training seeds at 1, 4 and 16 times the widest meta-training task:
