@@ -21,7 +21,7 @@ import mulo
 import mup
 from cells import Cells, Contender, Job, contender
 from experiments import Suite
-from report import Finding, draw_ends, end, figure, save, summary, write_table
+from report import Finding, draw_ends, end, figure, save, summary, width_axis, write_table
 
 BASE = "mulo_s"
 META = {  # meta-training variants: changes to the recipe
@@ -159,7 +159,8 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
             draw_ends(ax, list(widths)[: len(ends[name])], ends[name], name, f"C{k}")
             for w, x in zip(widths, ends[name], strict=False):
                 rows.append([title, name, w, 1, *(f"{v:.4f}" for v in summary(x)), len(x)])
-        ax.set(xscale="log", xlabel="width", ylabel="final loss", title=title)
+        width_axis(ax, list(widths))
+        ax.set(ylabel="final loss", title=title)
         ax.set_ylim(top=min(ax.get_ylim()[1], 2.5))
         ax.legend(fontsize=7)
     long = {}

@@ -33,6 +33,7 @@ from report import (
     save,
     stopped,
     summary,
+    width_axis,
     worse,
     write_table,
 )
@@ -103,7 +104,8 @@ def width(suite: Suite, cells: Cells, out: Path) -> Finding:
             draw_ends(axes[2 * k], list(suite.widths), found, name)
             curve = cells.losses(jobs[kind, suite.widths[-1], name])
             draw_curve(axes[2 * k + 1], curve, suite.steps, name)
-        axes[2 * k].set(xscale="log", xlabel="width", ylabel="final loss", title=kind)
+        width_axis(axes[2 * k], list(suite.widths))
+        axes[2 * k].set(ylabel="final loss", title=kind)
         axes[2 * k].set_ylim(top=1.1 * guess(kind))
         axes[2 * k].axvline(suite.widest, color="0.8", zorder=0)
         axes[2 * k + 1].set(xlabel="step", ylabel="loss", title=f"{kind}, width {suite.widths[-1]}")
@@ -120,9 +122,11 @@ def _width_sentence(kind: str, suite: Suite, ends: dict[str, list[Tensor]]) -> s
     parts = []
     for name, found in ends.items():
         first, last = summary(found[0])[0], summary(found[-1])[0]
-        shape = "falls throughout" if falls(found) else "does not fall throughout"
+        low = min((summary(x)[0] for x in found if not x.isnan().any()), default=math.nan)
+        shape = "falls" if falls(found) else f"lowest {low:.3f}"
         parts.append(f"{label(name)} {first:.3f} -> {last:.3f} ({shape})")
-    return f"{kind}, width {suite.widths[0]} to {suite.widths[-1]}: " + "; ".join(parts) + "."
+    said = f"{kind}, width {suite.widths[0]} to {suite.widths[-1]}: " + "; ".join(parts)
+    return f"{said}. (Falls: nowhere up by more than the standard error.)"
 
 
 def _width_checks(kind: str, suite: Suite, ends: dict[str, list[Tensor]]) -> dict[str, bool]:
@@ -133,7 +137,9 @@ def _width_checks(kind: str, suite: Suite, ends: dict[str, list[Tensor]]) -> dic
             worst = all(worse(ends[sp][k], ends[mu][k]) for k in beyond)
             top = f"width {suite.widths[-1]}"
             checks |= {
-                f"{kind}: the loss of {label(mu)} falls up to {top}": falls(ends[mu]),
+                f"{kind}: the loss of {label(mu)} falls, within the standard error, up to {top}": (
+                    falls(ends[mu])
+                ),
                 f"{kind}: {label(sp)} is worse at every width beyond {4 * suite.widest}": worst,
                 f"{kind}: {label(sp)} has stopped improving by {top}": stopped(ends[sp]),
             }
@@ -280,7 +286,8 @@ def coord(suite: Suite, cells: Cells, out: Path) -> Finding:
         verdicts.append(f"{label(c.name)} {verdict} ({worst:.2f})")
         wanted = "passes" if c.rules else "fails"
         checks[f"{label(c.name)} {wanted} the coordinate check"] = (worst <= 0.1) == bool(c.rules)
-        ax.set(xscale="log", yscale="log", xlabel="width", title=f"{label(c.name)}: {verdict}")
+        width_axis(ax, widths)
+        ax.set(yscale="log", title=f"{label(c.name)}: {verdict}")
         ax.legend(fontsize=7)
     axes[0].set_ylabel(f"change of pre-activations, step {at[-1]}")
     save(fig, out / "coord.png")
@@ -348,7 +355,8 @@ def distribution(suite: Suite, cells: Cells, out: Path) -> Finding:
         draw_ends(axes[0], widths, found, name)
         for w, x in zip(widths, found, strict=True):
             rows.append([kind, name, w, *(f"{v:.4f}" for v in summary(x))])
-    axes[0].set(xscale="log", xlabel="width", ylabel="final loss", title=kind)
+    width_axis(axes[0], widths)
+    axes[0].set(ylabel="final loss", title=kind)
     axes[0].set_ylim(top=1.1 * guess(kind))
     axes[0].legend(fontsize=8)
     save(fig, out / "distribution.png")

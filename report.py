@@ -96,6 +96,14 @@ def draw_ends(ax, x: list[int], ends: list[Tensor], name: str, c: str | None = N
     ax.plot(gone, top, "x", color=c, transform=ax.get_xaxis_transform())
 
 
+def width_axis(ax, widths: list[int]) -> None:
+    """Logarithmic, with the widths themselves as ticks."""
+    ax.set_xscale("log")
+    ax.set_xticks(widths, [str(w) for w in widths])
+    ax.minorticks_off()
+    ax.set_xlabel("width")
+
+
 def draw_curve(ax, losses: Tensor, until: float, name: str) -> None:
     """The mean training curve over seeds; its last point is at `until`."""
     times = torch.arange(1, len(losses) + 1) * until / len(losses)
@@ -150,11 +158,12 @@ def picture(results: Path, kind: str, seen: int) -> None:
     for name in ("mulo_m", "lo_m", "adamw", "muadam"):
         rows = rows_of(results / "width.csv")
         here = [r for r in rows if (r["kind"], r["optimizer"]) == (kind, name)]
-        values = ([float(r[k]) for r in here] for k in ("width", "loss", "stderr"))
+        widths, *values = ([float(r[k]) for r in here] for k in ("width", "loss", "stderr"))
         style = "-" if name.endswith("_m") else "--"
-        wide.errorbar(*values, capsize=2, label=label(name), color=colour(name), ls=style)
+        wide.errorbar(widths, *values, capsize=2, label=label(name), color=colour(name), ls=style)
     wide.axvspan(wide.get_xlim()[0], seen, color="0.93", zorder=0, label="meta-trained")
-    wide.set(xscale="log", xlabel="width of the net", ylabel="final loss, 500 steps")
+    width_axis(wide, [int(w) for w in widths])
+    wide.set(xlabel="width of the net", ylabel="final loss, 500 steps")
     wide.set_title(f"{kind}: wider than meta-trained")
     wide.legend(fontsize=8)
     rows = rows_of(results / "coord.csv")
@@ -166,7 +175,7 @@ def picture(results: Path, kind: str, seen: int) -> None:
             0.7 / len(slopes), color=colour(name),
         )  # fmt: skip
     check.axhline(0.1, color="k", lw=0.8, ls=":")
-    check.set_xticks(range(len(names)), [label(n) for n in names])
+    check.set_xticks(range(len(names)), [label(n) for n in names], fontsize=8)
     check.set_ylabel("|slope| of log drift over log width")
     check.set_title("Coordinate check, a bar a layer")
     save(fig, results / "picture.png")
