@@ -221,7 +221,8 @@ seeds, μLO_M of five ([weights](weights/README.md)), on that data and, for widt
 data set they have not seen (labels of a random teacher). Nets of all widths and optimizers see the
 same batches, but for longer training, which is of one width and was run before that was so. With
 batches from each net's own generator, as at first, μLO_M ended at 0.465 at width 512 and at 0.479
-at 1024, a rise beyond the standard error that all optimizers but LOs in SP shared. AdamW and μAdam are tuned over the paper's grids; for
+at 1024, a rise beyond the standard error that AdamW, μAdam and μVeLO_M shared.
+AdamW and μAdam are tuned over the paper's grids; for
 the cosine schedule only their rates are tuned anew. 5 seeds, 3 in the coordinate check, 2 in the
 look at activations, 1 or 2 in the ablations. Final loss: mean training loss over the last tenth of
 a run; errors: standard error over seeds. The same commands with `--scale paper --device cuda --who`
