@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,19 +22,20 @@ import mulo
 import mup
 from cells import Cells, Contender, Job, contender
 from experiments import Suite
-from report import Finding, draw_ends, end, figure, save, summary, width_axis, write_table
+from report import Finding, draw_ends, figure, save, summary, width_axis, write_table
+from stacked import end
 
 BASE = "mulo_s"
-META = {  # meta-training variants: changes to the recipe
+META: dict[str, dict | Callable[[metatrain.Recipe], dict]] = {  # changes to the recipe
     "as shipped": {},
     "eps_rms 0": {"eps_rms": 0.0},
     "relative epsilons": {"eps": "relative"},
-    "lr / 3": {"lr": 1e-2 / 3, "lr_end": 1e-3 / 3},
-    "lr x 3": {"lr": 3e-2, "lr_end": 3e-3},
+    "lr / 3": lambda r: {"lr": r.lr / 3, "lr_end": r.lr_end / 3},
+    "lr x 3": lambda r: {"lr": 3 * r.lr, "lr_end": 3 * r.lr_end},
     "lam1 0.001": {"lam1": 0.001},
     "lam1 0.1": {"lam1": 0.1},
-    "half the steps": {"steps": 200},
-    "twice the steps": {"steps": 800},
+    "half the steps": lambda r: {"steps": r.steps // 2},
+    "twice the steps": lambda r: {"steps": 2 * r.steps},
     "4 pairs": {"pairs": 4},
     "16 pairs": {"pairs": 16},
 }
@@ -89,14 +91,14 @@ class Training:
         mulo.save(trainer.result(), self.path, recipe=dataclasses.asdict(self.recipe))
 
 
-def variants(sizes: Sizes, folder: Path) -> dict[str, list[Training]]:
+def variants(sizes: Sizes, folder: Path, scale: str = "desk") -> dict[str, list[Training]]:
     """The meta-training runs behind each variant."""
-    found = {}
+    found, base = {}, metatrain.recipe(BASE, scale)
     for name, changes in META.items():
-        seeds = sizes.seeds
+        changes = changes(base) if callable(changes) else changes
         found[name] = []
-        for seed in seeds:
-            r = metatrain.recipe(BASE, seed=seed, **(changes | sizes.changes))
+        for seed in sizes.seeds:
+            r = metatrain.recipe(BASE, scale, seed=seed, **(changes | sizes.changes))
             path = folder / f"{name.replace(' ', '_').replace('/', 'by')}_seed{seed}.pt"
             found[name].append(Training(r, path))
     return found
@@ -105,7 +107,7 @@ def variants(sizes: Sizes, folder: Path) -> dict[str, list[Training]]:
 def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
     """Meta-training's numbers, epsilons, single μP rules, t_max and a schedule."""
     sizes = SMOKE if suite.steps < 100 else DESK
-    trained = variants(sizes, out / "ablate")
+    trained = variants(sizes, out / "ablate", suite.scale)
     missing = [x for some in trained.values() for x in some if not x.done()]
     for _ in cells.train(missing, "meta-training"):
         pass
@@ -120,7 +122,7 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
         name: [Contender(f"{name}, seed {x.recipe.seed}", mup.ALL, mulo.load(x.path)) for x in some]
         for name, some in trained.items()
     }
-    shipped = contender("mulo_m")
+    shipped = next((c for c in suite.contenders() if c.name == "mulo_m"), contender("mulo_m"))
     rules = {"all rules": shipped} | {
         f"without {rule}": dataclasses.replace(
             shipped, name=f"mulo_m without {rule}", rules=tuple(r for r in mup.ALL if r != rule)

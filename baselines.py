@@ -1,7 +1,7 @@
 """Hand-designed baselines, AdamW in SP and μAdam, and their tuning over the paper's grids.
 
-    adam = best("muadam", "fashion8_mlp", steps=500)     # hyperparameters found by `tune`
-    losses = stacked.train(task, optimizer("muadam", adam), 500, seeds=[0, 1, 2])
+    values = best("muadam", "fashion8_mlp", steps=500)   # hyperparameters found by `tune`
+    losses = stacked.train(task, adam(values), 500, seeds=[0, 1, 2])
 
 Paper: appendix B. Both are tuned on the widest net that the learned optimizers are meta-trained on,
 for as many steps, by the final smoothed training loss; `python evaluate.py tune` does that and
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import stacked
 import tasks
@@ -67,13 +66,8 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
     raise ValueError(f"unknown schedule {name!r}: use constant or cosine.")
 
 
-def final(losses: Tensor) -> Tensor:
-    """The smoothed final loss of each net: its mean over the last tenth of the run."""
-    return losses[-max(1, len(losses) // 10) :].mean(0)
-
-
-def optimizer(which: str, values: dict, nets: int = 1) -> Callable[[tasks.Task], stacked.Adam]:
-    """For `stacked.train`: that baseline with these values, a number or (nets,) each."""
+def adam(values: dict, nets: int = 1) -> Callable[[tasks.Task], stacked.Adam]:
+    """For `stacked.train`: a baseline with these values, a number or (nets,) each."""
     numbers = {k: torch.as_tensor(values[k], dtype=torch.float32) for k in FIELDS}
     numbers = {k: v.expand(nets) if v.ndim == 0 else v for k, v in numbers.items()}
     return lambda task: stacked.Adam(task, **numbers)
@@ -108,14 +102,14 @@ def tune(
         }
         losses = stacked.train(
             task,
-            optimizer(which, values),
+            adam(values),
             steps,
             seeds,
             copies=len(some),
             schedule=schedule_of(schedule, steps),
             device=device,
         )
-        scores = final(losses).view(len(some), len(seeds)).mean(1)
+        scores = stacked.end(losses).view(len(some), len(seeds)).mean(1)
         found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
     return sorted(found, key=lambda c: c["loss"] if c["loss"] == c["loss"] else float("inf"))
 

@@ -65,7 +65,9 @@ def tuned(which: str, kind: str, steps: int, schedule: str) -> dict:
         values = baselines.best(which, kind, length, schedule)
         if values is not None:
             return {k: values[k] for k in baselines.FIELDS}
-    flags = "" if schedule == "constant" else f" --steps {steps} --schedule {schedule} --rates-only"
+    flags = " --scale paper" if kind in baselines.PAPER[which] else ""
+    if schedule != "constant":
+        flags += f" --steps {steps} --schedule {schedule} --rates-only"
     raise ValueError(f"{which} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}.")
 
 
@@ -91,7 +93,6 @@ class Job:
     schedule: str = "constant"
     seeds: tuple[int, ...] = (0,)
     at: tuple[int, ...] = ()  # times to look at activations
-    batch_size: int | None = None  # None: the task's own
     values: dict | None = dataclasses.field(default=None, compare=False)  # a baseline's
 
     def __post_init__(self):
@@ -104,8 +105,7 @@ class Job:
             object.__setattr__(self, "values", values)
 
     def get_task(self) -> tasks.Task:
-        options = {} if self.batch_size is None else {"batch_size": self.batch_size}
-        return tasks.get(self.task, rules=self.who.rules, **options)
+        return tasks.get(self.task, rules=self.who.rules)
 
     def digest(self) -> str:
         """What distinguishes optimizers of one name: weights or tuned values, rules, the batch."""
@@ -134,7 +134,7 @@ class Job:
         seen = Watch(task, self.at, device) if self.at else None
         losses = stacked.train(
             task,
-            self.who.lo or baselines.optimizer(self.who.name, self.values, len(self.seeds)),
+            self.who.lo or baselines.adam(self.values, len(self.seeds)),
             max(self.at) + 1 if self.at else self.steps,
             list(self.seeds),
             schedule=baselines.schedule_of(self.schedule, self.steps),

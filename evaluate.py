@@ -28,6 +28,7 @@ import mulo
 import report
 import rule
 import ship
+import stacked
 import tasks
 from ablate import ablate
 from cells import Cells, Job, contender
@@ -50,7 +51,7 @@ def task(args: argparse.Namespace) -> str:
     for name, some in jobs.items():
         row = f"{name:26}"
         for job in some:
-            mean, error = report.summary(report.end(cells.losses(job)))
+            mean, error = report.summary(stacked.end(cells.losses(job)))
             row += f"{f'{mean:.3f} ± {error:.3f}' if error == error else f'{mean:.3f}':>24}"
         lines.append(row)
     return "\n".join(lines)
@@ -96,7 +97,7 @@ def run(name: str, args: argparse.Namespace) -> str:
     if all((args.out / f"{x}.csv").exists() for x in ("width", "coord")):
         report.picture(args.out, suite.kinds[0], suite.widest)
     at_home = args.out == Path("results")
-    report.write(args.out, Path("RESULTS.md") if at_home else args.out / "RESULTS.md")
+    report.write(args.out, Path("RESULTS.md") if at_home else args.out / "RESULTS.md", suite.scale)
     return found.said
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import mup
 import tasks
 from cells import Cells, Contender, Job, contender
 from report import (
@@ -24,7 +25,6 @@ from report import (
     colour,
     draw_curve,
     draw_ends,
-    end,
     falls,
     figure,
     label,
@@ -37,6 +37,7 @@ from report import (
     worse,
     write_table,
 )
+from stacked import end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Suite:
     steps: int = 500  # the meta-trained horizon
     horizons: tuple[int, ...] = (5, 10, 25)
     seeds: int = 5
+    scale: str = "desk"
 
     def contenders(self) -> list[Contender]:
         """By the names of their recipes, also where they come from the folders of runs."""
@@ -72,6 +74,7 @@ PAPER = Suite(
     widths=(128, 256, 512, 1024, 2048, 4096, 8192),
     columns=(2048, 4096, 8192),
     steps=1000,
+    scale="paper",
 )
 SMOKE = Suite(  # for tests
     kinds=("fashion8_mlp",), widths=(8, 16), columns=(8,), depths=(3, 4), steps=10, horizons=(2, 3),
@@ -99,8 +102,10 @@ def width(suite: Suite, cells: Cells, out: Path) -> Finding:
         ends = {c.name: [end(cells.losses(jobs[kind, w, c.name])) for w in suite.widths]
                 for c in who}  # fmt: skip
         for name, found in ends.items():
-            for w, x in zip(suite.widths, found, strict=True):
-                rows.append([kind, name, w, *(f"{v:.4f}" for v in summary(x))])
+            before = [torch.full_like(found[0], math.nan), *found[:-1]]
+            for w, x, y in zip(suite.widths, found, before, strict=True):
+                change = ("" if math.isnan(v) else f"{v:.4f}" for v in summary(x - y))
+                rows.append([kind, name, w, *(f"{v:.4f}" for v in summary(x)), *change])
             draw_ends(axes[2 * k], list(suite.widths), found, name)
             curve = cells.losses(jobs[kind, suite.widths[-1], name])
             draw_curve(axes[2 * k + 1], curve, suite.steps, name)
@@ -114,7 +119,8 @@ def width(suite: Suite, cells: Cells, out: Path) -> Finding:
         checks |= _width_checks(kind, suite, ends)
     axes[0].legend(fontsize=8)
     save(fig, out / "width.png")
-    write_table(out / "width.csv", ["kind", "optimizer", "width", "loss", "stderr"], rows)
+    head = ["kind", "optimizer", "width", "loss", "stderr", "change", "its stderr"]
+    write_table(out / "width.csv", head, rows)
     return Finding("\n".join(said), checks)
 
 
@@ -140,6 +146,8 @@ def _width_checks(kind: str, suite: Suite, ends: dict[str, list[Tensor]]) -> dic
                 f"{kind}: the loss of {label(mu)} falls, within the standard error, up to {top}": (
                     falls(ends[mu])
                 ),
+                f"{kind}: the loss of {label(mu)} falls up to {top} within the (smaller) standard "
+                "error of differences between nets of one seed": falls(ends[mu], paired=True),
                 f"{kind}: {label(sp)} is worse at every width beyond {4 * suite.widest}": worst,
                 f"{kind}: {label(sp)} has stopped improving by {top}": stopped(ends[sp]),
             }
@@ -268,16 +276,13 @@ def coord(suite: Suite, cells: Cells, out: Path) -> Finding:
     at = [t for t in (5, 10, 50, 100, 250, 499) if t < suite.steps]  # before, hidden layers rest
     jobs = [[suite.watch(c, f"{kind}_w{w}_d3", 1, at, seeds=3) for w in widths] for c in who]
     cells.fill([job for some in jobs for job in some], "coord")
-    log_width = torch.tensor(widths).double().log()
-    log_width -= log_width.mean()
     fig, axes = figure(len(who))
     rows, verdicts, checks = [], [], {}
     for ax, c, some in zip(axes, who, jobs, strict=True):
         seen, worst = [cells.watched(job) for job in some], 0.0
         for layer in seen[0]:
             drift = torch.tensor([[change for change, _ in s[layer]] for s in seen]).double()
-            slopes = (drift.clamp_min(1e-30).log() * log_width.unsqueeze(1)).sum(0)
-            slopes = slopes / log_width.square().sum()  # (times,)
+            slopes = mup.slope(widths, drift.T)  # (times,)
             mean = float(slopes.abs().mean())
             rows.append([c.name, layer, f"{mean:.3f}", *(f"{x:.3f}" for x in slopes.tolist())])
             worst = max(worst, mean) if not math.isnan(mean) else math.inf
@@ -344,7 +349,8 @@ def stability(suite: Suite, cells: Cells, out: Path) -> Finding:
 
 def distribution(suite: Suite, cells: Cells, out: Path) -> Finding:
     """One width in meta-training against three, with μP and without."""
-    who = [contender(name) for name in ("mulo_m", "mulo_s", "lo_m", "lo_s")]
+    given = {c.name: c for c in suite.contenders()}
+    who = [given.get(name) or contender(name) for name in ("mulo_m", "mulo_s", "lo_m", "lo_s")]
     widths, kind = [w for w in suite.widths if w <= 16 * suite.widest], suite.kinds[0]
     jobs = {c.name: [suite.job(c, f"{kind}_w{w}_d3") for w in widths] for c in who}
     cells.fill([job for some in jobs.values() for job in some], "distribution")

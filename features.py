@@ -389,6 +389,11 @@ def mean_squared(p: Tensor) -> Tensor:
     return wide(p).flatten(1).square().mean(-1)
 
 
+def param_scale(p: Tensor) -> Tensor:
+    """RMS of each tensor, (S,), by which VeLO multiplies its updates."""
+    return (mean_squared(p) + 1e-9).sqrt()
+
+
 def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     """Variance and mean of each row of (S, n): torch.var_mean takes ten times longer."""
     mean = x.mean(-1, keepdim=True)

@@ -157,7 +157,7 @@ class Step(Graph):
     def rate(self, lr_scale: Tensor, param: Tensor) -> Tensor:
         if not self.config.param_scale_mult:
             return lr_scale
-        return lr_scale * (features.mean_squared(param) + 1e-9).sqrt()
+        return lr_scale * features.param_scale(param)
 
     def forward(
         self,

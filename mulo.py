@@ -280,7 +280,7 @@ class MuLO(torch.optim.Optimizer):
     def _net(self, b: Bucket, phi: Phi, alpha: Tensor) -> tuple[Net, Tensor]:
         """A bucket's generated weights, ready for the step, and the rates of its tensors."""
         if self.lo.config.param_scale_mult:
-            alpha = alpha * (features.mean_squared(b.p) + 1e-9).sqrt().to(alpha.dtype)
+            alpha = alpha * features.param_scale(b.p).to(alpha.dtype)
         return rule.prepare(self.lo.config, phi), alpha
 
     def _tensor_features(self, b: Bucket) -> Tensor:

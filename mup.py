@@ -285,9 +285,7 @@ class CoordinateCheck(NamedTuple):
 
     widths: list[int]
     drift: dict[str, Tensor]  # layer -> (steps, widths): mean |output_t - output_0| on the probe
-    slopes: dict[
-        str, Tensor
-    ]  # layer -> (steps,): 0 under μP; positive means it blows up with width
+    slopes: dict[str, Tensor]  # layer -> (steps,): 0 under μP; positive: it blows up with width
 
 
 def coordinate_check(
@@ -302,7 +300,8 @@ def coordinate_check(
     setup(width) gives a model and a function that trains it by one step; it is called `repeats`
     times a width, to average over what it draws. After each step `probe` is passed through the
     model, and the output of every layer that multiplies (its pre-activations; the logits) is
-    compared with what it was before training.
+    compared with what it was before training, by the mean of |change|. (`evaluate.py coord` takes
+    the standard deviation over coordinates as in the paper, which does not see a common shift.)
     """
     table: dict[str, Tensor] = {}
     for k, width in enumerate(widths):
@@ -315,13 +314,16 @@ def coordinate_check(
                     zeros = torch.zeros(steps, len(widths), dtype=torch.float64)
                     drift = (x - first[name]).abs().mean().item()
                     table.setdefault(name, zeros)[t, k] += drift / repeats
+    slopes = {name: slope(widths, x) for name, x in table.items()}
+    return CoordinateCheck(list(widths), table, slopes)
+
+
+def slope(widths: list[int], drift: Tensor) -> Tensor:
+    """Of log drift (..., widths) over log width, by least squares."""
     log_width = torch.tensor(widths, dtype=torch.float64).log()
     log_width -= log_width.mean()
-    slopes = {
-        name: (x.clamp_min(1e-300).log() * log_width).sum(1) / log_width.square().sum()
-        for name, x in table.items()
-    }
-    return CoordinateCheck(list(widths), table, slopes)
+    log_drift = drift.double().clamp_min(1e-300).log()
+    return (log_drift * log_width).sum(-1) / log_width.square().sum()
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def compare(
                 which, small, r.unroll, seeds[:1], fixed=baselines.USUAL, device=device
             )
             values = found[0]
-        adam = baselines.optimizer(which, values, len(seeds))
+        adam = baselines.adam(values, len(seeds))
         there = stacked.with_rules(task, which == "muadam")
         curves[f"tuned {name}"] = stacked.train(there, adam, r.unroll, seeds, device=device)
     return curves
@@ -74,7 +74,7 @@ def close(run: metatrain.Run, device: str) -> str:
     for ax, (w, found) in zip(axes[1:], curves.items(), strict=True):
         for name, losses in found.items():
             ax.plot(smooth(losses.mean(1)), label=name)
-        low = min(float(baselines.final(x).mean()) for x in found.values())
+        low = min(float(stacked.end(x).mean()) for x in found.values())
         ax.set(xlabel="step", ylabel="training loss", title=f"{r.kind}, width {w}")
         ax.set_ylim(0.8 * low, 1.1 * float(found[r.name][0].mean()))
         ax.legend()
@@ -85,7 +85,7 @@ def close(run: metatrain.Run, device: str) -> str:
         f"{metatrain.mean_loss(run.rows[-20:]):.3f} in {run.seconds / 60:.1f} minutes."
     ]
     for w, found in curves.items():
-        ends = {k: float(baselines.final(x).mean()) for k, x in found.items()}
+        ends = {k: float(stacked.end(x).mean()) for k, x in found.items()}
         others = ", ".join(f"{k} {x:.3f}" for k, x in ends.items() if k != r.name)
         lines.append(f"Final loss at width {w}: {r.name} {ends[r.name]:.3f}; {others}.")
     lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
@@ -124,7 +124,7 @@ def validate(
             device=device,
         )
         bound = 1.5 * math.log(task.classes)
-        end = baselines.final(losses).nan_to_num(nan=bound).clamp_max(bound)
+        end = stacked.end(losses).nan_to_num(nan=bound).clamp_max(bound)
         scores[name] = float(end.mean())
     return scores
 

@@ -139,8 +139,7 @@ class Learned:
         state |= {"hidden": h, "cell": cell}
         weights, alpha = lo_module.hypernetwork(config, phi, h)
         if config.param_scale_mult:
-            size = [(features.mean_squared(p) + 1e-9).sqrt() for p in theta.values()]
-            alpha = alpha * torch.stack(size, 1)
+            alpha = alpha * torch.stack([features.param_scale(p) for p in theta.values()], 1)
         nets = [
             rule.prepare(config, {k: w[:, n] for k, w in weights.items()})
             for n in range(len(theta))
@@ -259,6 +258,12 @@ def batches(
     """A batch from each generator, (copies * len(generators), size, ...): alike in all copies."""
     drawn = zip(*(data.batch(g, size) for g in generators), strict=True)
     return tuple(torch.cat([torch.stack(parts)] * copies) for parts in drawn)
+
+
+def end(losses: Tensor, share: float = 1.0) -> Tensor:
+    """The final loss of each net: its mean over the last tenth of the first `share` of a run."""
+    losses = losses[: max(1, round(share * len(losses)))]
+    return losses[-max(1, len(losses) // 10) :].mean(0)
 
 
 def with_rules(task: tasks.Task, mu: bool) -> tasks.Task:

@@ -1,5 +1,6 @@
 """Small data sets in the published layouts, and what tests of them share."""
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -26,7 +27,7 @@ def refused(*words: str):
 
 # The real files, where they are at hand
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(os.environ.get("MULO_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
 def real(name: str) -> Path:

@@ -30,8 +30,8 @@ def test_tuning_sorts_by_final_loss_and_survives_divergence():
     assert 1e-3 < found[0]["lr"] < 0.1
     values = {k: torch.tensor([found[0][k]] * 2) for k in baselines.FIELDS}
     task = stacked.with_rules(TASK, False)
-    again = stacked.train(task, baselines.optimizer("adamw", values), 20, [0, 1])
-    assert float(baselines.final(again).mean()) == pytest.approx(losses[0], rel=1e-4)
+    again = stacked.train(task, baselines.adam(values), 20, [0, 1])
+    assert float(stacked.end(again).mean()) == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_nan_comes_last(monkeypatch):

@@ -17,8 +17,8 @@ import tasks
 TASK = "fashion8_mlp_w8_d3"
 
 
-def job(who, steps, seeds, schedule="constant", batch_size=8):
-    return cells.Job(who, TASK, steps, schedule, tuple(seeds), batch_size=batch_size)
+def job(who, steps, seeds, schedule="constant"):
+    return cells.Job(who, TASK, steps, schedule, tuple(seeds))
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_finished_cells_are_not_run_again(tmp_path, monkeypatch, run_folder):
     table = cells.Cells(tmp_path)
     first = table.losses(job(who, 60, [0, 1]))
     assert first.shape == (50, 2)
-    task, batches = tasks.get(TASK, batch_size=8, rules=()), [cells.BATCHES, cells.BATCHES + 1]
+    task, batches = tasks.get(TASK, rules=()), [cells.BATCHES, cells.BATCHES + 1]
     expected = stacked.train(task, who.lo, 60, [0, 1], data_seeds=batches)
     torch.testing.assert_close(first[0], expected[:2].mean(0), rtol=0, atol=6e-5)
     torch.testing.assert_close(first[-1], expected[-1:].mean(0), rtol=0, atol=6e-5)
@@ -62,15 +62,14 @@ def test_finished_cells_are_not_run_again(tmp_path, monkeypatch, run_folder):
 
 
 def test_optimizers_of_one_name_are_told_apart(tmp_path, run_folder):
-    """A retrained one, another batch size, or other rules, make another cell."""
+    """A retrained one, or other rules, make another cell."""
     table, who = cells.Cells(tmp_path), cells.contender(str(run_folder))
     before = table.losses(job(who, 5, [0]))
     for w in who.lo.parameters():
         w.add_(0.1)
     assert not torch.equal(table.losses(job(who, 5, [0])), before)
-    table.losses(job(who, 5, [0], batch_size=16))
     table.losses(job(dataclasses.replace(who, rules=("update",)), 5, [0]))
-    assert len(table.rows) == 4
+    assert len(table.rows) == 3
 
 
 def test_processes_give_what_one_does(tmp_path, run_folder):

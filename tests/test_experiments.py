@@ -56,8 +56,8 @@ def test_smoke(name, tuned, tmp_path, monkeypatch):
 
 def test_end_is_the_last_tenth():
     losses = torch.arange(50.0).unsqueeze(1)
-    assert float(report.end(losses)) == 47
-    assert float(report.end(losses, 0.2)) == 9
+    assert float(stacked.end(losses)) == 47
+    assert float(stacked.end(losses, 0.2)) == 9
 
 
 def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
@@ -90,10 +90,12 @@ def test_width_checks():
         ends = {k: [torch.tensor(x) for x in found] for k, found in ends.items()}
         return list(experiments._width_checks("teacher_mlp", suite, ends).values())
 
-    assert checks(fall, gone) == [True, True, True]
-    assert checks(fall, flat) == [True, True, True]
-    assert checks(flat, fall) == [False, False, False]
-    assert checks(gone, fall) == [False, False, False]
+    assert checks(fall, gone) == [True, True, True, True]
+    assert checks(fall, flat) == [True, True, True, True]
+    assert checks(flat, fall) == [False, False, False, False]
+    assert checks(gone, fall) == [False, False, False, False]
+    up = [[0.6, 0.61], [0.4, 0.41], [0.402, 0.412]]  # in both nets, by less than they differ
+    assert checks(up, flat) == [True, False, True, True]
 
 
 def test_pre_activations_are_the_layers_outputs():
