@@ -131,9 +131,11 @@ def main() -> None:
     p.add_argument("--device", default="cpu", help="cpu or cuda")
     p = sub.add_parser("validate", help="final losses on the validation tasks")
     p.add_argument("files", type=Path, nargs="+", help="lo.pt of runs")
+    p.add_argument("--device", default="cpu", help="cpu or cuda")
     p = sub.add_parser("choose", help="the best of several runs into weights/")
     p.add_argument("name", choices=metatrain.RECIPES)
     p.add_argument("folders", type=Path, nargs="+", help="of runs")
+    p.add_argument("--device", default="cpu", help="cpu or cuda")
     p = sub.add_parser("task", help="any optimizers on any tasks")
     p.add_argument("tasks", nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py")
     p.add_argument("--steps", type=int, default=500, help="default: 500")
@@ -161,10 +163,11 @@ def main() -> None:
                 print(run(name, args))
         elif args.what == "validate":
             for file in args.files:
-                scores = ship.validate(mulo.load(file), checkpoints.about(file).get("recipe"))
+                lo, recipe = mulo.load(file), checkpoints.about(file).get("recipe")
+                scores = ship.validate(lo, recipe, args.device)
                 print(f"{file}: {ship.score(scores):.4f}  {scores}")
         else:
-            print(f"chosen: {ship.choose(args.name, args.folders)}")
+            print(f"chosen: {ship.choose(args.name, args.folders, args.device)}")
     except KeyboardInterrupt:
         sys.exit("evaluate.py: stopped; what was finished is kept, the same command goes on.")
     except (ValueError, OSError, RuntimeError) as error:

@@ -28,10 +28,11 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": s
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler's own chatter
 FOLDER = Path(__file__).parent
 METHOD = """\
-Contestants take turns in one process; a figure is the minimum over the rounds of a step's CPU time,
-divided by the number of parameters. The allocator keeps freed memory, and compile time is left out
-unless it is what is shown. Extra memory is the peak of tensor memory during a step above what was
-there before it. Ratios are what counts: times are of one core of a shared machine.
+Contestants take turns in one process; the time of each is its minimum over the rounds, of the CPU
+and not of the clock on the wall; ns/param is the time of a step over the number of parameters. The
+allocator keeps freed memory, and compile time is left out unless it is what is shown. Extra memory
+is the peak of tensor memory during a step above what was there before it. Ratios are what counts:
+times are of one core of a shared machine.
 """
 GPU = """\
 ## On a GPU
@@ -135,8 +136,7 @@ def keep(section: str, tables: list[Table], device: str = "cpu", folder: Path = 
     name = section if device == "cpu" else f"{section}, {device}"
     kept[name] = {"machine": machine(device), "tables": [dataclasses.asdict(t) for t in tables]}
     path.parent.mkdir(exist_ok=True)
-    text = ["# Benchmarks", "", "Written by `python bench.py all`; one section by its name.", ""]
-    text += [METHOD]
+    text = ["# Benchmarks", "", "Each section is written by the command that is its title.", "", METHOD]
     for name, found in kept.items():
         text += [f"## python bench.py {name}", "", f"{found['machine']}.", ""]
         text += [Table(**table).text() for table in found["tables"]]

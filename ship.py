@@ -133,7 +133,7 @@ def score(scores: dict[str, float]) -> float:
     return sum(scores.values()) / len(scores)
 
 
-def choose(name: str, folders: list[Path]) -> Path:
+def choose(name: str, folders: list[Path], device: str = "cpu") -> Path:
     """Put the best of several meta-training runs into weights/, with the record of all of them."""
     tried = []
     for folder in folders:
@@ -145,7 +145,7 @@ def choose(name: str, folders: list[Path]) -> Path:
             raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
         keep, which = folder / "validation.json", checkpoints.digest(lo)
         known = json.loads(keep.read_text()) if keep.exists() else {}
-        scores = validate(lo, r, known=known.get(which))
+        scores = validate(lo, r, device, known.get(which))
         write_atomically(keep, json.dumps({which: scores}, indent=1))
         digest = hashlib.sha256((folder / "lo.pt").read_bytes()).hexdigest()
         tried.append({
