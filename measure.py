@@ -136,7 +136,7 @@ def keep(section: str, tables: list[Table], device: str = "cpu", folder: Path = 
     name = section if device == "cpu" else f"{section}, {device}"
     kept[name] = {"machine": machine(device), "tables": [dataclasses.asdict(t) for t in tables]}
     path.parent.mkdir(exist_ok=True)
-    text = ["# Benchmarks", "", "Each section is written by the command that is its title.", "", METHOD]
+    text = ["# Benchmarks", "", "Sections are written by the commands in their titles.", "", METHOD]
     for name, found in kept.items():
         text += [f"## python bench.py {name}", "", f"{found['machine']}.", ""]
         text += [Table(**table).text() for table in found["tables"]]
