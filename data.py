@@ -3,6 +3,7 @@
     images = load("fashion10k", size=14)                       # in the repository, ready to run
     x, y = images.batch(torch.Generator().manual_seed(0), 64)  # (64, 1, 14, 14) float32, (64,)
     x, y = images.batch(generator, 64, particles=8)            # (8, 64, 1, 14, 14), (8, 64)
+    x, y = images.batch([generator, other], 64)                # (2, 64, ...), from each as above
 
 A data set is an array that sits on the device, and a batch is one gather from it at indices drawn
 (uniformly, with replacement) from the generator that is passed: same seed, same batches. Every data
@@ -39,9 +40,12 @@ STATISTICS |= {"imagenet32": IMAGENET, "imagenet64": IMAGENET}
 GREYS = 16  # levels of grey in the language of pixels
 
 Batch = tuple[Tensor, ...]
+Generators = torch.Generator | Sequence[torch.Generator]
 
 
-def _draw(n: int, generator: torch.Generator, size: int, particles: int | None) -> Tensor:
+def _draw(n: int, generator: Generators, size: int, particles: int | None) -> Tensor:
+    if not isinstance(generator, torch.Generator):
+        return torch.stack([_draw(n, g, size, None) for g in generator])
     shape = (size,) if particles is None else (particles, size)
     return torch.randint(n, shape, generator=generator, device=generator.device)
 
@@ -83,7 +87,7 @@ class Images:
     def __len__(self) -> int:
         return len(self.x)
 
-    def batch(self, generator: torch.Generator, size: int, particles: int | None = None) -> Batch:
+    def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
         """x (size, C, H, W) float32 and y (size,); with `particles`, that many in front of each."""
         i = _draw(len(self), generator, size, particles)
         at = i.flatten().to(self.x.device)
@@ -151,7 +155,7 @@ class Tokens:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, generator: torch.Generator, size: int, particles: int | None = None) -> Batch:
+    def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
         """tokens, targets and mask, (size, seq_len) or (particles, size, seq_len) each."""
         i = _draw(len(self), generator, size, particles)
         rows = self._rows[i.to(self.data.device)].to(self.device).long()  # (..., seq_len + 1)
@@ -191,8 +195,11 @@ class Teacher:
             x = torch.tanh(x @ w)
         return torch.log_softmax(self.temperature * (x @ self._weights[-1]), -1)
 
-    def batch(self, generator: torch.Generator, size: int, particles: int | None = None) -> Batch:
+    def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
         """x (size, dim) float32 and y (size,); with `particles`, that many in front of each."""
+        if not isinstance(generator, torch.Generator):
+            parts = [self.batch(g, size) for g in generator]
+            return tuple(torch.stack(x) for x in zip(*parts, strict=True))
         lead = (size,) if particles is None else (particles, size)
         z = torch.randn(*lead, self.dim, generator=generator, device=generator.device)
         e = z.new_empty(*lead, self.classes).exponential_(generator=generator)

@@ -11,6 +11,7 @@ guessing when optimizers are ranked, and is drawn as a cross at the top of a fig
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -165,26 +166,24 @@ def rank(suite: Suite, cells: Cells, out: Path) -> Finding:
         for t, long in times.items() for kind in suite.kinds for w in suite.columns
     }  # fmt: skip
     cells.fill([job for some in jobs.values() for job in some], "rank")
-    ranks: dict[tuple[int, int], list[Tensor]] = {}
+    ranks = {}  # (kind or "all", horizons, width): (who,)
     for (t, kind, w), some in jobs.items():
         ends = torch.stack([end(cells.losses(job), t / times[t]) for job in some])  # (who, seeds)
         ends = ends.nan_to_num(guess(kind)).clamp_max(guess(kind)).mean(1)
-        ranks.setdefault((t, w), []).append(ranked(ends))
-    mean = {key: torch.stack(found).mean(0) for key, found in ranks.items()}
-    head = ["optimizer", *(f"{t}x, width {w}" for t in times for w in suite.columns)]
-    rows = [
-        [c.name, *(f"{float(mean[t, w][k]):.2f}" for t in times for w in suite.columns)]
-        for k, c in enumerate(who)
-    ]
-    write_table(out / "rank.csv", head, rows)
+        ranks[kind, t, w] = ranked(ends)
+    for t, w in itertools.product(times, suite.columns):
+        ranks["all", t, w] = torch.stack([ranks[kind, t, w] for kind in suite.kinds]).mean(0)
+    _draw_ranks(ranks, who, suite, list(times), out)
     said, checks = [], {}
-    for t in times:
-        average = torch.stack([mean[t, w] for w in suite.columns]).mean(0)
+    for kind, t in [("all", t) for t in times] + [(kind, 1) for kind in suite.kinds]:
+        average = torch.stack([ranks[kind, t, w] for w in suite.columns]).mean(0)
         order = average.argsort().tolist()
         parts = [f"{label(who[k].name)} {float(average[k]):.2f}" for k in order]
-        said.append(f"Average rank after {t} horizon(s), best first: {', '.join(parts)}.")
+        where = "" if kind == "all" else f" on {kind} alone"
+        said.append(f"Average rank after {t} horizon(s){where}, best first: {', '.join(parts)}.")
+    for t in times:
         for w in suite.columns:
-            of = dict(zip([c.name for c in who], mean[t, w].tolist(), strict=True))
+            of = dict(zip([c.name for c in who], ranks["all", t, w].tolist(), strict=True))
             where = f"at width {w}, after {t} horizon(s)"
             for claim, some, sign in (
                 ("μLO_M and μVeLO_M have the two best average ranks", ("mulo_m", "muvelo_m"), 1),
@@ -195,6 +194,27 @@ def rank(suite: Suite, cells: Cells, out: Path) -> Finding:
                 if inside and others:
                     checks[f"{claim} {where}"] = max(inside) < min(others)
     return Finding("\n".join(said), checks)
+
+
+def _draw_ranks(ranks: dict, who: list[Contender], suite: Suite, times: list[int], out: Path):
+    kinds, columns = ("all", *suite.kinds), list(itertools.product(times, suite.columns))
+    head = ["tasks", "optimizer", *(f"{t}x, width {w}" for t, w in columns)]
+    rows = [
+        [kind, c.name, *(f"{float(ranks[kind, t, w][k]):.2f}" for t, w in columns)]
+        for kind in kinds for k, c in enumerate(who)
+    ]  # fmt: skip
+    write_table(out / "rank.csv", head, rows)
+    fig, axes = figure(len(kinds))
+    for ax, kind in zip(axes, kinds, strict=True):
+        for k, c in enumerate(who):
+            line = [float(ranks[kind, t, w][k]) for t, w in columns]
+            ax.plot(range(len(columns)), line, "o-", label=label(c.name), color=colour(c.name))
+        ax.set_xticks(range(len(columns)), [f"{t}x\n{w}" for t, w in columns], fontsize=7)
+        ax.set(xlabel="horizons, width", title=f"{kind} tasks" if kind == "all" else kind)
+        ax.invert_yaxis()
+    axes[0].set_ylabel("average rank")
+    axes[0].legend(fontsize=7)
+    save(fig, out / "rank.png")
 
 
 def depth(suite: Suite, cells: Cells, out: Path) -> Finding:

@@ -32,6 +32,7 @@ from rule import Folded, Net
 
 WIDEST = 8  # hidden size up to which the network is unrolled
 STACK = 1_000_000  # entries of small tensors to a call, which costs more than to copy them
+LONG = 4096  # of rows: their sums of squares are done with care, too, which takes time
 CHAINS = 4  # sums that a processor can add to at a time
 
 
@@ -109,11 +110,12 @@ def step_(
     weights = [*net.rates, net.dense, net.row, net.col, bias, *chain(*net.layers)]
     rest = net.pace * scale, decay, eps_scale
     axes = dims and (min(dims), max(dims))
-    shared = tuple(len(x) == 1 for x in weights if x is not bias)
-    key = net.config, p.ndim, axes, p.device, p.dtype, g.dtype, shared, eps_scale is None
+    long = p.ndim > 2 and p.shape[-1] > LONG
+    shared = tuple([x.shape[0] == 1 for x in weights if x is not bias])
+    key = net.config, p.ndim, long, axes, p.device, p.dtype, g.dtype, shared, eps_scale is None
     try:
         if key not in _passes:
-            _passes[key] = Passes(net.config, axes, dims == axes, weights, p, g, *rest)
+            _passes[key] = Passes(net.config, long, axes, dims == axes, weights, p, g, *rest)
         _passes[key].pass_1(dims == axes)  # compiled before anything is changed
     except Exception as error:  # of a compiler, or of a torch whose insides are others
         _give_up(p.device.type, error)
@@ -160,11 +162,13 @@ class Passes:
     rows and columns change places after pass 1, and the other passes are the same.
     """
 
-    def __init__(self, config: LOConfig, axes: Dims, straight: bool, weights, p, g, *rest):
+    def __init__(
+        self, config: LOConfig, long: bool, axes: Dims, straight: bool, weights, p, g, *rest
+    ):
         from inductor import Graph, Tracer  # now, as importing the compiler takes seconds
 
         self.config, self.axes, self.unrolled = config, axes, config.hidden_size <= WIDEST
-        tracer = Tracer()
+        tracer = Tracer(rank=5 if long else 3)  # of the features' planes, and of all other sums
         S, *shape = tracer.symbols("size", p.ndim)
 
         def fake(x: Tensor, *sizes) -> Tensor:

@@ -1,6 +1,6 @@
 """Functions compiled by Inductor, the compiler behind torch.compile, for tensors of all sizes.
 
-    tracer = Tracer()
+    tracer = Tracer(rank=2)
     m, n = tracer.symbols("size", 2)
     with tracer.mode:
         x = torch.empty(m, n)                        # fake: only its type and its sizes
@@ -38,18 +38,21 @@ OPTIONS = {
     "realize_reads_threshold": 10**6,
     "realize_acc_reads_threshold": 10**6,
 }
+CPU = {"cpp_wrapper": True}  # allocations and the calls of kernels in C++, too
+aten = torch.ops.aten
 # torch's own has two forms, the second to be exact for rates above 1/2, and computes both.
 LERP = {
-    torch.ops.aten.lerp.Tensor: lambda x, y, rate: x + rate * (y - x),
-    torch.ops.aten.lerp_.Tensor: lambda x, y, rate: x.add_(rate * (y - x)),
+    aten.lerp.Tensor: lambda x, y, rate: x + rate * (y - x),
+    aten.lerp_.Tensor: lambda x, y, rate: x.add_(rate * (y - x)),
 }
 
 
 class Tracer:
     """Makes symbols, and compiles functions of the fake tensors made with them."""
 
-    def __init__(self):
-        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+    def __init__(self, rank: int):
+        """Sums over tensors of up to this rank are done with care: see `_sums`."""
+        self.mode, self.rank = FakeTensorMode(shape_env=ShapeEnv()), rank
 
     def symbols(self, name: str, count: int) -> list[torch.SymInt]:
         """Integers that stand for all sizes of a stack (S, *shape), or for strides."""
@@ -59,8 +62,7 @@ class Tracer:
             found = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
             return env.create_symintnode(found, hint=hint, source=source)
 
-        hints = (16, 10_000) if count == 2 else (16, 96, 160, 9)  # long sums are done with care
-        return [symbol(k, hints[k]) for k in range(count)]
+        return [symbol(k, hint) for k, hint in enumerate((16, 96, 160, 9)[:count])]
 
     def block(self, thin: object, thick: object, rank: int) -> tuple[object, object]:
         """The same trees for a block of a tensor, cut along any axis. `thin` tensors are to be
@@ -82,7 +84,7 @@ class Tracer:
             )
 
     def compile(self, f: Callable, *args) -> Graph:
-        return Graph(self.mode, f, *args)
+        return Graph(self.mode, LERP | _sums(self.rank), f, *args)
 
 
 class Graph:
@@ -91,7 +93,7 @@ class Graph:
 
     made = 0  # in all, for tests
 
-    def __init__(self, mode: FakeTensorMode, f: Callable, *args):
+    def __init__(self, mode: FakeTensorMode, table: dict, f: Callable, *args):
         Graph.made += 1
         fakes = _tensors(args)
 
@@ -100,13 +102,14 @@ class Graph:
 
         with mode, enable_python_dispatcher():
             self.out = f(*args)  # the result, of fake tensors, for the graph after this one
-            traced = make_fx(flat, LERP)(*fakes)
+            traced = make_fx(flat, table)(*fakes)
         with (
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             torch._functorch.config.patch(enable_autograd_cache=False),  # it would skip _compile
             mock.patch.object(ir.Pointwise, "make_loader", _each_once),
         ):
-            compile_fx(traced, fakes, inner_compile=self._compile, config_patches=OPTIONS)
+            options = OPTIONS | (CPU if fakes[0].device.type == "cpu" else {})
+            compile_fx(traced, fakes, inner_compile=self._compile, config_patches=options)
 
     def _compile(self, *args, **fields) -> Callable:
         self.compiled = compile_fx_inner(*args, **fields)
@@ -128,6 +131,21 @@ def _each_once(self, make_loader=ir.Pointwise.make_loader) -> Callable:
         return seen[2]
 
     return once
+
+
+def _sums(rank: int) -> dict:
+    """Sums and means of tensors of up to a rank, in float64: one number after the other, as loops
+    add them, thousands of float32 numbers lose digits."""
+
+    def exact(op: Callable) -> Callable:
+        def f(x: Tensor, *args, dtype: torch.dtype | None = None) -> Tensor:
+            if x.ndim > rank or dtype is not None:
+                return NotImplemented  # as it is
+            return op(x, *args, dtype=torch.float64).to(x.dtype)
+
+        return f
+
+    return {op: exact(op) for op in (aten.sum.dim_IntList, aten.mean.dim)}
 
 
 def _tensors(tree: object) -> list[Tensor]:

@@ -256,8 +256,7 @@ def batches(
     data, generators: list[torch.Generator], size: int, copies: int = 1
 ) -> tuple[Tensor, ...]:
     """A batch from each generator, (copies * len(generators), size, ...): alike in all copies."""
-    drawn = zip(*(data.batch(g, size) for g in generators), strict=True)
-    return tuple(torch.cat([torch.stack(parts)] * copies) for parts in drawn)
+    return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
 def end(losses: Tensor, share: float = 1.0) -> Tensor:

@@ -50,6 +50,9 @@ def test_same_seed_same_batches_on_any_sequence_of_calls(name):
         seen.append(one[0])
     assert not torch.equal(seen[0], seen[3])
     assert not torch.equal(a.batch(seed(4), 7)[0], seen[0])
+    several = a.batch([seed(4), seed(5)], 7)  # as from each alone
+    for together, *alone in zip(several, a.batch(seed(4), 7), a.batch(seed(5), 7), strict=True):
+        assert torch.equal(together, torch.stack(alone))
 
 
 def test_particles_have_their_own_data():

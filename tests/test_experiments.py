@@ -74,7 +74,7 @@ def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
                 cells.rows[key] = " ".join([str(loss)] * 50)
     said, checks = experiments.rank(SUITE, cells, tmp_path)
     assert "after 1 horizon(s), best first: μLO_M 1.00, μAdam 2.00, LO_M 3.50, AdamW 3.50." in said
-    assert "adamw,3.50,3.50,3.50" in (tmp_path / "rank.csv").read_text().splitlines()
+    assert "all,adamw,3.50,3.50,3.50" in (tmp_path / "rank.csv").read_text().splitlines()
     best = "μLO_M and μVeLO_M have the two best average ranks at width 8, after 1 horizon(s)"
     assert checks[best]
     assert not checks["LO_M and VeLO_M have the two worst at width 8, after 1 horizon(s)"]

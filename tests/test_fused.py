@@ -100,6 +100,19 @@ def test_one_graph_serves_ten_shapes():
     assert graphs() == before
 
 
+@pytest.mark.parametrize("shape", [(500_001,), (100_000, 3), (3, 100_000)])
+def test_long_sums_are_done_with_care(shape):
+    """Of equal numbers, where the errors of a sum add up."""
+    dims, net = features.factored_dims(shape), rule.prepare(SMALL, network()).at(torch.zeros(1))
+    updates = []
+    for step_ in (rule.step_, fused.step_):
+        p, g = torch.zeros(1, *shape), torch.full((1, *shape), 0.1)
+        acc = features.init_accumulators(p, dims, apart=True)
+        step_(net, acc, p, g, torch.ones(1), dims)
+        updates.append(p)
+    assert (updates[0] - updates[1]).abs().max() <= 5e-6 * updates[0].abs().max()
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["shared weights", "weights of their own"])
 def test_stacks(own):
     """Also with a set of weights to a tensor, as the particles of meta-training have."""
