@@ -181,6 +181,10 @@ def rank(suite: Suite, cells: Cells, out: Path) -> Finding:
         parts = [f"{label(who[k].name)} {float(average[k]):.2f}" for k in order]
         where = "" if kind == "all" else f" on {kind} alone"
         said.append(f"Average rank after {t} horizon(s){where}, best first: {', '.join(parts)}.")
+    said.append(
+        "(AdamW and μAdam are tuned on each kind of task; of these the learned optimizers have "
+        f"seen {suite.kinds[0]} alone in meta-training.)"
+    )
     for t in times:
         for w in suite.columns:
             of = dict(zip([c.name for c in who], ranks["all", t, w].tolist(), strict=True))
@@ -206,14 +210,15 @@ def _draw_ranks(ranks: dict, who: list[Contender], suite: Suite, times: list[int
     write_table(out / "rank.csv", head, rows)
     fig, axes = figure(len(kinds))
     for ax, kind in zip(axes, kinds, strict=True):
-        for k, c in enumerate(who):
-            line = [float(ranks[kind, t, w][k]) for t, w in columns]
-            ax.plot(range(len(columns)), line, "o-", label=label(c.name), color=colour(c.name))
+        for (k, c), (n, t) in itertools.product(enumerate(who), enumerate(times)):
+            line = [float(ranks[kind, t, w][k]) for w in suite.columns]
+            at = range(n * len(line), (n + 1) * len(line))
+            ax.plot(at, line, "o-", label="" if n else label(c.name), color=colour(c.name))
         ax.set_xticks(range(len(columns)), [f"{t}x\n{w}" for t, w in columns], fontsize=7)
         ax.set(xlabel="horizons, width", title=f"{kind} tasks" if kind == "all" else kind)
         ax.invert_yaxis()
     axes[0].set_ylabel("average rank")
-    axes[0].legend(fontsize=7)
+    axes[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     save(fig, out / "rank.png")
 
 

@@ -3,9 +3,9 @@
     fused.step_(net, acc, p, g, scale, dims)        # as rule.step_, which it is when it must be
 
 The same functions, compiled to C++ on the CPU and Triton on CUDA (`inductor.py`). Three graphs
-serve all matrices, alone and stacked, three more all vectors, and so on for convolutions: sizes are
-symbols, times and rates are tensors. They are compiled when first called and kept for all
-optimizers of a configuration. What makes them good:
+serve all matrices, alone and stacked, three more all vectors, and so on for convolutions (and for
+what has very long rows): sizes are symbols, times and rates are tensors. They are compiled when
+first called and kept for all optimizers of a configuration. What makes them good:
 
   - M comes as one tensor to a decay (`init_accumulators(..., apart=True)`), so that every loop
     runs over the same entries.
@@ -32,7 +32,7 @@ from rule import Folded, Net
 
 WIDEST = 8  # hidden size up to which the network is unrolled
 STACK = 1_000_000  # entries of small tensors to a call, which costs more than to copy them
-LONG = 4096  # of rows: their sums of squares are done with care, too, which takes time
+LONG = 8192  # entries of a row from which on its sums, too, are done in float64, which takes time
 CHAINS = 4  # sums that a processor can add to at a time
 
 
