@@ -60,7 +60,7 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
 
 def find(name: str | os.PathLike) -> Path:
     """The file of a learned optimizer: by path, or by the name of a shipped one."""
-    path = Path(name)
+    path = Path("" if name is None else name)
     if not path.is_file() and (SHIPPED / f"{name}.pt").is_file():
         path = SHIPPED / f"{name}.pt"
     if not path.is_file():
@@ -97,6 +97,12 @@ def load(name: str | os.PathLike, **changes) -> LO:
         raise ValueError(
             f"{path} is damaged or of another release ({why}): get it again."
         ) from None
+    lo.mup = bool((content.get("about", {}).get("recipe") or {}).get("mup"))
+    unknown = changes.keys() - config.keys()
+    if unknown:
+        raise ValueError(
+            f"there is no {unknown.pop()!r} in a config: change one of {', '.join(config)}."
+        )
     return lo.with_config(**changes) if changes else lo
 
 

@@ -82,6 +82,8 @@ def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | Non
 class LO(nn.Module):
     """Weights phi with their config. Subclasses say which weights there are and how they start."""
 
+    mup = False  # known to be meta-trained under μP
+
     def __init__(self, config: LOConfig, generator: torch.Generator | None = None):
         super().__init__()
         self.config = config
@@ -92,6 +94,7 @@ class LO(nn.Module):
         """A copy with the same weights under another config."""
         new = type(self)(dataclasses.replace(self.config, **fields))
         new.load_state_dict(self.state_dict())
+        new.mup = self.mup
         return new.to(next(self.parameters()).device)
 
     def __repr__(self):

@@ -29,7 +29,7 @@ import rule
 from checkpoints import from_pylo, from_reference, load, save
 from features import Accumulators, Dims, LossBuffer
 from lo import LO, LOConfig, Phi, SmallFC, VeLO
-from mup import RULES, Readout, infer_roles, init_, param_groups
+from mup import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
 from rule import Net
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "infer_roles",
     "init_",
     "load",
+    "multiply_outputs_",
     "param_groups",
     "save",
 ]
@@ -99,6 +100,16 @@ class MuLO(torch.optim.Optimizer):
         if isinstance(lo, VeLO) and not (isinstance(num_steps, Integral) and num_steps > 0):
             raise ValueError(
                 f"VeLO needs num_steps, the length of the run in steps, not {num_steps!r}."
+            )
+        if isinstance(params, nn.Module):
+            raise TypeError("params are not a model: use mulo.param_groups(model, roles).")
+        params = params if isinstance(params, Tensor) else list(params)
+        if lo.mup and not any(isinstance(x, dict) and "scale" in x for x in params):
+            warnings.warn(
+                "this learned optimizer was meta-trained under μP, and these parameters have no "
+                "roles, so wide nets will not train: use mulo.param_groups(model, roles), and "
+                "mulo.init_ before it.",
+                stacklevel=2,
             )
         self.lo, self.num_steps, self.compile = lo, num_steps, compile
         self._nonfinite: dict[torch.device, Tensor] = {}

@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -124,7 +125,7 @@ def infer_roles(
     """
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError("build must be a function that makes your model, given a width.")
-    if not isinstance(width, int) or width < 1:
+    if not isinstance(width, Integral) or width < 1:
         raise ValueError(f"width must be a positive integer, not {width!r}.")
     try:
         with torch.device(device):
@@ -133,8 +134,8 @@ def infer_roles(
         if device != "meta":
             raise
         raise ValueError(
-            f"build({width}) failed on the meta device ({error}): pass device='cpu', "
-            "or write the roles by hand."
+            f"build({width}) failed on the meta device ({error}): let build take a width, pass "
+            "device='cpu', or write the roles by hand."
         ) from error
     odd = {w.name for w in small} ^ {w.name for w in large}
     if odd:

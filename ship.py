@@ -87,7 +87,9 @@ def close(run: metatrain.Run, device: str) -> str:
     for w, found in curves.items():
         ends = {k: float(stacked.end(x).mean()) for k, x in found.items()}
         others = ", ".join(f"{k} {x:.3f}" for k, x in ends.items() if k != r.name)
-        lines.append(f"Final loss at width {w}: {r.name} {ends[r.name]:.3f}; {others}.")
+        nets = found[r.name].shape[1]
+        nets = "one net" if nets == 1 else f"{nets} nets"
+        lines.append(f"Final loss at width {w}, {nets}: {r.name} {ends[r.name]:.3f}; {others}.")
     lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
     return "\n".join(lines)
 

@@ -269,7 +269,7 @@ def _count(task: Task) -> int:
 
 
 def _list() -> None:
-    for title, names in (("The paper's tasks", PAPER), ("Desk tasks, on embedded data", DESK)):
+    for title, names in (("Desk tasks, on embedded data", DESK), ("The paper's tasks", PAPER)):
         print(f"{title}\n{'name':24}{'data':13}{'parameters':>13}{'batch':>7}{'heads':>7}")
         for name in names:
             task = get(name)

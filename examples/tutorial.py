@@ -28,6 +28,7 @@ import tasks
 from pes import pes_gradient, unflatten
 
 torch.set_num_threads(1)  # these nets are so small that threads would only wait for each other
+torch.manual_seed(0)
 OUT = Path("runs/tutorial")
 OUT.mkdir(parents=True, exist_ok=True)
 

@@ -217,7 +217,7 @@ def test_the_end_of_a_run(tmp_path):
     done = subprocess.run(args, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for width in (16, 128):
-        sentence = rf"Final loss at width {width}: mulo_m [\d.]+; its start [\d.]+, tuned AdamW"
+        sentence = rf"at width {width}, \w+ nets?: mulo_m [\d.]+; its start [\d.]+, tuned AdamW"
         assert re.search(sentence, done.stdout), done.stdout
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     about = checkpoints.about(tmp_path / "lo.pt")

@@ -306,12 +306,26 @@ def test_zero_gradients_and_empty_tensors():
             assert all(p.isfinite().all() for p in ps)
 
 
+def test_parameters_without_roles_are_warned_of():
+    p = nn.Parameter(torch.zeros(2, 3))
+    with pytest.warns(UserWarning, match=r"meta-trained under μP.*use mulo.param_groups"):
+        mulo.MuLO([p], mulo.load("mulo_m"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mulo.MuLO([{"params": [p], "scale": 0.5}], mulo.load("mulo_m", anneal=0.0))
+        mulo.MuLO([p], mulo.load("lo_m"))
+    with pytest.raises(TypeError, match=r"use mulo\.param_groups"):
+        mulo.MuLO(nn.Linear(2, 3), mulo.load("mulo_m"))
+    with pytest.raises(ValueError, match="no 'aneal' in a config"):
+        mulo.load("mulo_m", aneal=0.0)
+
+
 def test_another_default_dtype():
     """Everything of the step is float32, or as wide as the parameter, whatever torch's default."""
     moved = []
     for default in (torch.float32, torch.float64):
         p = nn.Parameter(torch.linspace(-1, 1, 20, dtype=torch.float32).view(4, 5))
-        opt = mulo.MuLO([p], mulo.load("mulo_m"), weight_decay=0.1)
+        opt = mulo.MuLO([p], mulo.load("lo_m"), weight_decay=0.1)
         p.grad = torch.ones_like(p)
         torch.set_default_dtype(default)
         try:
