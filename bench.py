@@ -382,7 +382,10 @@ COMMANDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed and memory, side by side in one run.")
+    parser = argparse.ArgumentParser(
+        description="Speed and memory, side by side in one run, into BENCHMARKS.md.",
+        epilog="example: python bench.py step --repeats 5",
+    )
     parser.add_argument("what", choices=[*COMMANDS, "all"], help="what to measure")
     parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")
     parser.add_argument("--device", default="cpu", help="cuda is for step and many")

@@ -115,7 +115,10 @@ def _complete(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Test learned optimizers against tuned baselines.")
+    parser = argparse.ArgumentParser(
+        description="Test learned optimizers against tuned baselines.",
+        epilog="example: python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw",
+    )
     sub = parser.add_subparsers(dest="what", required=True)
     p = sub.add_parser("tune", help="AdamW and μAdam over the paper's grids")
     p.add_argument("kind", help="of task, such as fashion8_mlp")
@@ -157,7 +160,7 @@ def main() -> None:
         elif args.what == "task":
             if not args.who:
                 raise ValueError("say which optimizers to compare: --who mulo_m adamw")
-            print(task(args))
+            print(f"{task(args)}\n(kept in {args.out / 'losses.csv'})")
         elif args.what in EXPERIMENTS or args.what == "all":
             for name in EXPERIMENTS if args.what == "all" else [args.what]:
                 print(run(name, args))

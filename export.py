@@ -338,7 +338,10 @@ def clock(run: Callable, inputs: tuple[Tensor, ...], repeats: int = 20) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a learned optimizer for other runtimes.")
+    parser = argparse.ArgumentParser(
+        description="Write a learned optimizer for other runtimes, and check what was written.",
+        epilog="example: python export.py mulo_m --out exported",
+    )
     parser.add_argument("lo", nargs="?", help="a shipped name, such as mulo_m, or a file's path")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     parser.add_argument("--verify", metavar="DIR", help="only check what is in this folder")

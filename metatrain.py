@@ -339,7 +339,11 @@ def start_processes(device: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     about = "Meta-train a learned optimizer by PES."
-    parser = argparse.ArgumentParser(usage="metatrain.py [recipe] [flags]", description=about)
+    parser = argparse.ArgumentParser(
+        usage="metatrain.py [recipe] [flags]",
+        description=about,
+        epilog="example: python metatrain.py lo_m --steps 200 --out runs/try",
+    )
     parser.add_argument("recipe", nargs="?", default="mulo_m", help=", ".join(RECIPES))
     parser.add_argument("--scale", choices=SCALES, default="desk", help="a laptop's or the paper's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
