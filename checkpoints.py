@@ -100,7 +100,7 @@ def load(name: str | os.PathLike, **changes) -> LO:
     lo.mup = bool((content.get("about", {}).get("recipe") or {}).get("mup"))
     unknown = changes.keys() - config.keys()
     if unknown:
-        raise ValueError(
+        raise TypeError(
             f"there is no {unknown.pop()!r} in a config: change one of {', '.join(config)}."
         )
     return lo.with_config(**changes) if changes else lo

@@ -67,7 +67,18 @@ def cpp(folder: Path) -> None:
         check_call(["cmake", *command], stderr=STDOUT)
 
 
-MAKERS = {"exported": exported, "velo": velo, "epsilons": epsilons, "cpp": cpp}
+def kernels(folder: Path) -> None:
+    """The compiler's cache, filled by what takes longest in test_fused.py; nobody waits for it."""
+    import test_fused as slow
+
+    for shape in slow.SHAPES:
+        slow.worst(slow.SMALL, slow.network(), [shape], steps=1)
+    slow.test_stacks(own=True)
+    slow.test_low_precision()
+    slow.test_particles()
+
+
+MAKERS = {"exported": exported, "velo": velo, "epsilons": epsilons, "cpp": cpp, "kernels": kernels}
 
 
 if __name__ == "__main__":

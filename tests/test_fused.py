@@ -19,7 +19,10 @@ import stacked
 import tasks
 from lo import LOConfig
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("kernels"),
+]
 SHAPES = [(), (1,), (7,), (12, 20), (20, 12), (16, 16), (1, 9), (9, 1), (6, 5, 1, 1), (4, 3, 3, 3)]
 SHAPES += [(2, 12, 3, 3)]  # whose factored axes are not neighbours: eager
 # Updates of O(1), so that errors can be seen; one net, and a small one, as compiling takes long.
