@@ -21,7 +21,7 @@ import metatrain
 import mulo
 import mup
 from cells import Cells, Contender, Job, contender
-from experiments import Suite
+from experiments import Suite, guess
 from report import Finding, draw_ends, figure, save, summary, width_axis, write_table
 from stacked import end
 
@@ -163,7 +163,9 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
                 rows.append([title, name, w, 1, *(f"{v:.4f}" for v in summary(x)), len(x)])
         width_axis(ax, list(widths))
         ax.set(ylabel="final loss", title=title)
-        ax.set_ylim(top=min(ax.get_ylim()[1], 2.5))
+        means = [summary(x)[0] for name in names for x in ends[name]]
+        seen = [m for m in means if m < guess(kind)]  # what diverges is off the scale
+        ax.set_ylim(0.95 * min(seen), 1.05 * max(seen))
         ax.legend(fontsize=7)
     long = {}
     for name, schedule in timed:
