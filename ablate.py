@@ -165,7 +165,8 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
         ax.set(ylabel="final loss", title=title)
         means = [summary(x)[0] for name in names for x in ends[name]]
         seen = [m for m in means if m < guess(kind)]  # what diverges is off the scale
-        ax.set_ylim(0.95 * min(seen), 1.05 * max(seen))
+        if seen:
+            ax.set_ylim(0.95 * min(seen), 1.05 * max(seen))
         ax.legend(fontsize=7)
     long = {}
     for name, schedule in timed:
