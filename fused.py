@@ -32,7 +32,7 @@ from rule import Folded, Net
 
 WIDEST = 8  # hidden size up to which the network is unrolled
 STACK = 1_000_000  # entries of small tensors to a call, which costs more than to copy them
-LONG = 8192  # entries of a row from which on its sums, too, are done in float64, which takes time
+LONG = 4096  # entries of a row from which on its sums, too, are done in float64, which takes time
 CHAINS = 4  # sums that a processor can add to at a time
 
 
