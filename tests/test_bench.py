@@ -73,3 +73,10 @@ def test_many_and_roofline(monkeypatch):
     [table] = bench.bench_roofline(1, "cpu")
     assert table.rows["H=4"][2] == pytest.approx(7.2)  # 72 bytes at 10 GB/s
     assert table.rows["H=32"][2] == pytest.approx(32.6, rel=0.02)  # 3,260 operations at 100 GFLOP/s
+
+
+def test_bars():
+    assert bench.bar("at most 2x", 1.5, 2).endswith("1.50, met.")
+    assert bench.bar("at most 2x", 2.5, 2).endswith("2.50, MISSED.")
+    assert bench.bar("at least 2x", 1.5, least=2).endswith("1.50, MISSED.")
+    assert bench.bar("at most 4 bytes", "", 4).endswith("not measured.")
