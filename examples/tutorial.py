@@ -206,7 +206,7 @@ show("8_meta", {"my μLO": (range(len(meta_losses)), meta_losses)}, "outer step"
 # The same step on a wider net moves its outputs more: a sum over more inputs. An optimizer that was
 # meta-trained on narrow nets is then off. μP scales by role (hidden updates by 1/fan_in, the output
 # by 1/fan_in, `mup.py`), so that every width looks alike. The two optimizers are the shipped ones,
-# meta-trained alike at widths 16 to 64, one in SP and one under μP.
+# meta-trained at widths 16 to 64, one in SP and one under μP, each with the λ1 of the paper.
 
 # %%
 widths, ends = (64, 256, 1024), {"lo_m": [], "mulo_m": []}
