@@ -15,16 +15,17 @@ checks shapes and strides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._inductor import ir
+from torch._inductor import ir, lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V as virtual
+from torch._inductor.virtualized import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -64,25 +65,6 @@ class Tracer:
 
         return [symbol(k, hint) for k, hint in enumerate((16, 96, 160, 9)[:count])]
 
-    def block(self, thin: object, thick: object, rank: int) -> tuple[object, object]:
-        """The same trees for a block of a tensor, cut along any axis. `thin` tensors are to be
-        copied when it is cut; `thick` ones are not, and so have strides of their own."""
-        sizes = self.symbols("block", rank + 1)[1:]
-        first, *strides = self.symbols("stride", rank)
-
-        def cut(x: Tensor) -> Tensor:
-            ends = zip(x.shape[-rank:], sizes, strict=True)
-            return x.new_empty((*x.shape[:-rank], *(1 if n == 1 else size for n, size in ends)))
-
-        def strided(x: Tensor) -> Tensor:
-            return cut(x).as_strided(cut(x).shape, (*[first] * (x.ndim - rank), *strides, 1))
-
-        with self.mode:
-            return (
-                _replace(thin, [cut(x) for x in _tensors(thin)]),
-                _replace(thick, [strided(x) for x in _tensors(thick)]),
-            )
-
     def compile(self, f: Callable, *args) -> Graph:
         return Graph(self.mode, LERP | _sums(self.rank), f, *args)
 
@@ -95,10 +77,10 @@ class Graph:
 
     def __init__(self, mode: FakeTensorMode, table: dict, f: Callable, *args):
         Graph.made += 1
-        fakes = _tensors(args)
+        fakes = leaves(args)
 
         def flat(*tensors: Tensor) -> list[Tensor]:
-            return _tensors(f(*_replace(args, tensors)))
+            return leaves(f(*_replace(args, tensors)))
 
         with mode, enable_python_dispatcher():
             self.out = f(*args)  # the result, of fake tensors, for the graph after this one
@@ -106,7 +88,6 @@ class Graph:
         with (
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             torch._functorch.config.patch(enable_autograd_cache=False),  # it would skip _compile
-            mock.patch.object(ir.Pointwise, "make_loader", _each_once),
         ):
             options = OPTIONS | (CPU if fakes[0].device.type == "cpu" else {})
             compile_fx(traced, fakes, inner_compile=self._compile, config_patches=options)
@@ -119,18 +100,90 @@ class Graph:
         return self.compiled.current_callable(list(tensors))  # autograd's wrappers left out
 
 
-def _each_once(self, make_loader=ir.Pointwise.make_loader) -> Callable:
-    """Inductor writes a value out anew for each of its readers and finds later that they are the
-    same, which takes minutes where every unit of a layer reads all units of the one before."""
-    load, seen = make_loader(self), self.__dict__.setdefault("seen", [])
+@torch.library.custom_op("mulo::keep", mutates_args=())
+def keep(x: Tensor) -> Tensor:
+    """x, stored: its readers do not compute it anew."""
+    return x.clone()
 
-    def once(index: Sequence) -> object:
+
+@keep.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@lowering.register_lowering(torch.ops.mulo.keep.default, type_promotion_kind=None)
+def _store(x: ir.TensorBox) -> ir.TensorBox:
+    x.realize()
+    return x
+
+
+GROUP = (
+    8  # sums that are added to in turn: an addition takes four cycles, and two can begin in each
+)
+
+
+@torch.library.custom_op("mulo::mlp", mutates_args=())
+def mlp(w: list[Tensor], b: list[Tensor], x: list[Tensor]) -> list[Tensor]:
+    """y = w relu(... relu(w_0 x + b_0)) + b by planes: lists of x, y (S, *shape), w_k (S, m, n) and
+    b_k (S, m, *shape) or what broadcasts to it.
+
+    One operation of a graph, as thousands would take minutes to compile. It becomes part of the
+    loop that x and y are part of, its products written out (`_write_out`).
+    """
+    y = torch.stack(x, 1)
+    for k, (w_k, b_k) in enumerate(zip(w, b, strict=True)):
+        y = torch.einsum("smn,sn...->sm...", w_k, y.relu() if k else y) + b_k
+    return [plane.contiguous() for plane in y.unbind(1)]
+
+
+@mlp.register_fake
+def _(w: list[Tensor], b: list[Tensor], x: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(x[0]) for _ in range(w[-1].shape[1])]
+
+
+@lowering.register_lowering(torch.ops.mulo.mlp.default, type_promotion_kind=None)
+def _write_out(w: list, b: list, x: list) -> list:
+    """The network at an index. Each plane is used for a GROUP of sums at a time, which then need
+    one load to a product: that of the weight."""
+    size, first = x[0].get_size(), x[0]
+    outputs = [int(w_k.get_size()[1]) for w_k in w]
+    b = [lowering.expand(b_k, [size[0], m, *size[1:]]) for b_k, m in zip(b, outputs, strict=True)]
+    layers = [[y.make_loader() for y in layer] for layer in zip(w, b, strict=True)]
+    inputs, seen = [x_k.make_loader() for x_k in x], []
+
+    def write(s, *rest) -> list:
+        x = [load([s, *rest]) for load in inputs]
+        for k, ((weight, bias), m) in enumerate(zip(layers, outputs, strict=True)):
+            x, y = [ops.relu(x_n) for x_n in x] if k else x, []
+            for group in (range(m)[j : j + GROUP] for j in range(0, m, GROUP)):
+                chains = max(1, GROUP // len(group))  # of each sum, in which it waits for itself
+                sums = [[bias([s, j, *rest])] for j in group]
+                for n, x_n in enumerate(x):
+                    for y_j, j in zip(sums, group, strict=True):
+                        part = ops.mul(weight([s, j, n]), x_n)
+                        if len(y_j) < chains:
+                            y_j.append(part)
+                        else:
+                            y_j[n % chains] = ops.add(y_j[n % chains], part)
+                y += [functools.reduce(ops.add, y_j) for y_j in sums]
+            x = y
+        return x
+
+    def plane(index: Sequence, j: int) -> object:  # written once for all planes
         handler = virtual.get_ops_handler()
         if not seen or seen[0] is not handler or seen[1] != index:
-            seen[:] = handler, index, load(index)
-        return seen[2]
+            seen[:] = handler, index, write(*index)
+        return seen[2][j]
 
-    return once
+    return [
+        ir.Pointwise.create(
+            device=first.get_device(),
+            dtype=first.get_dtype(),
+            inner_fn=functools.partial(plane, j=j),
+            ranges=size,
+        )
+        for j in range(outputs[-1])
+    ]
 
 
 def _sums(rank: int) -> dict:
@@ -148,11 +201,12 @@ def _sums(rank: int) -> dict:
     return {op: exact(op) for op in (aten.sum.dim_IntList, aten.mean.dim)}
 
 
-def _tensors(tree: object) -> list[Tensor]:
+def leaves(tree: object) -> list[Tensor]:
+    """Each tensor of a tree, once."""
     return list({id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor)}.values())
 
 
 def _replace(tree: object, tensors: Sequence[Tensor]) -> object:
-    """The tree with other tensors, given in the order of `_tensors`."""
-    now = dict(zip(map(id, _tensors(tree)), tensors, strict=True))
+    """The tree with other tensors, given in the order of `leaves`."""
+    now = dict(zip(map(id, leaves(tree)), tensors, strict=True))
     return tree_map(lambda x: now.get(id(x), x), tree)

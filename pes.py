@@ -131,9 +131,8 @@ class Particles:
 
     def inner_step(self, net, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
-        losses, grads = stacked.gradients(self.task, self.theta, batch)
-        t = torch.cat([self.t, self.t]).to(losses.device)
-        self.state, self.theta = self.opt.step(net, self.state, self.theta, grads, losses, t)
+        t = torch.cat([self.t, self.t]).to(self.xi.device)
+        losses, self.state, self.theta = self.opt.advance(net, self.state, self.theta, batch, t)
         return losses
 
     def _restart(self, over: Tensor, phi: Phi) -> None:

@@ -13,10 +13,12 @@ seeds and configurations of an evaluation, which share it. `mulo.MuLO` is the op
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import features
 import fused
@@ -57,7 +59,8 @@ class Learned:
     """A learned optimizer, small_fc or VeLO, for the nets of a task."""
 
     def __init__(self, config: LOConfig, task: tasks.Task, compile: bool = False):
-        self.config, self.scale, self.compile = config, update_scales(task), compile
+        self.task, self.config, self.compile = task, config, compile
+        self.scale = update_scales(task)
         self.eps_scale = {
             w.name: 1 / w.fan_in if config.eps == "fan_in" else 1.0
             for w in mup.weights_of(task.skeleton())
@@ -67,6 +70,7 @@ class Learned:
             for w in mup.weights_of(task.skeleton())
         }
         self.names = list(self.dims)
+        self._graph: Advance | None = None
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor | None = None) -> State:
         """State at the start of training; VeLO's depends on num_steps, (P,) on the CPU."""
@@ -99,6 +103,7 @@ class Learned:
         losses: Tensor,  # (P,)
         t: Tensor,  # (P,), 0 at the first step
         lr: float = 1.0,
+        in_place: Callable | None = None,  # what steps a tensor, if not chosen by size
     ) -> tuple[State, Theta]:
         """One step of every net; the old state and theta may be overwritten."""
         new, new_theta = dict(state), {}
@@ -113,13 +118,42 @@ class Learned:
             scale = lr * self.scale[name] * alpha * one
             args = (now, acc, p, grads[name], scale, self.dims[name], 0.0, self.eps_scale[name])
             large = p.numel() > (LARGE if p.device.type == "cpu" else LARGE_GPU)
-            if large or self.compile:
-                (fused.step_ if self.compile else rule.step_)(*args)
+            step_ = in_place or (fused.step_ if self.compile else rule.step_ if large else None)
+            if step_:
+                step_(*args)
                 new_theta[name] = p
                 continue
             acc, new_theta[name] = rule.step(*args)
             new |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         return new, new_theta
+
+    @torch.no_grad()
+    def advance(
+        self, net: Net | Phi, state: State, theta: Theta, batch: tuple[Tensor, ...], t: Tensor
+    ) -> tuple[Tensor, State, Theta]:
+        """Losses, (P,), their gradients, and a step of every net, compiled as one graph if at all.
+
+        For many steps at one size: `step` compiles once for all sizes.
+        """
+        device = t.device.type
+        if self.compile and self.config.hidden_size <= fused.WIDEST and fused.available(device):
+            try:
+                self._graph = self._graph or Advance(self, net, state, theta, batch, t)
+            except Exception as error:  # of a compiler, or of a torch whose insides are others
+                fused.give_up(device, error)
+            else:
+                return self._graph.run(net, state, theta, batch, t), state, theta
+        losses, grads = gradients(self.task, theta, batch)
+        return losses, *self.step(net, state, theta, grads, losses, t)
+
+    def _advance_(self, net, state: State, theta: Theta, batch, t: Tensor) -> Tensor:
+        """The same in place, to be traced; the losses."""
+        losses, grads = gradients(self.task, theta, batch)
+        now, _ = self.step(net, state, theta, grads, losses, t, in_place=fused.traced_)
+        for k, x in now.items():
+            if x is not state[k]:
+                state[k].copy_(x)
+        return losses
 
     def _generate(
         self, phi: Phi, state: State, theta: Theta, losses: Tensor, t: Tensor
@@ -131,7 +165,8 @@ class Learned:
         x_time = features.fraction_features(t, state["num_steps"], config.spec)
         x_net = torch.cat([x_time, x_loss], -1).unsqueeze(1)  # (P, 1, 18)
         x_tensor = [
-            features.tensor_features(p, state[f"M/{k}"], state[f"V/{k}"]) for k, p in theta.items()
+            features.tensor_features(p, whole(state[f"M/{k}"]), state[f"V/{k}"])
+            for k, p in theta.items()
         ]
         x = torch.cat([x_net.expand(-1, len(theta), -1), torch.stack(x_tensor, 1)], -1)
         h, cell = lo_module.lstm_step(phi, x, state["hidden"], state["cell"])
@@ -145,6 +180,41 @@ class Learned:
             for n in range(len(theta))
         ]
         return nets, alpha.unbind(1)
+
+
+def whole(M: features.Momenta) -> Tensor:
+    return M if isinstance(M, Tensor) else torch.cat(M, 1)
+
+
+class Advance:
+    """`Learned.advance` compiled for nets of one size, in place on their state and theta."""
+
+    def __init__(self, opt: Learned, net: Net | Phi, state: State, theta: Theta, batch, t: Tensor):
+        import inductor  # now, as importing the compiler takes seconds
+
+        tracer, self.leaves = inductor.Tracer(rank=3), inductor.leaves
+        args = net, self._pieces(state), theta, batch, t
+        with tracer.mode:
+            fakes = tree_map_only(
+                Tensor,
+                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device),
+                args,
+            )
+        self.graph, self.given, self.flat = tracer.compile(opt._advance_, *fakes), [], []
+
+    @staticmethod
+    def _pieces(state: State) -> dict[str, features.Momenta]:
+        """M as one tensor to a decay: see `fused.py`."""
+        return {k: x.split(1, 1) if k.startswith("M/") else x for k, x in state.items()}
+
+    def run(self, net: Net | Phi, state: State, theta: Theta, batch, t: Tensor) -> Tensor:
+        """The losses, (P,)."""
+        given = [net, *state.values(), *theta.values()]
+        if len(given) != len(self.given) or any(map(operator.is_not, given, self.given)):
+            self.given = given
+            self.flat = self.leaves((net, self._pieces(state), theta))
+        [losses] = self.graph.run(*self.flat, *batch, t)
+        return losses
 
 
 class Adam:
