@@ -16,6 +16,7 @@ checks shapes and strides.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,10 +42,17 @@ OPTIONS = {
 }
 CPU = {"cpp_wrapper": True}  # allocations and the calls of kernels in C++, too
 aten = torch.ops.aten
-# torch's own has two forms, the second to be exact for rates above 1/2, and computes both.
-LERP = {
+
+
+def _nan_to_num(x: Tensor, *values: float) -> Tensor:
+    return NotImplemented if any(values) else torch.where(x.abs() < math.inf, x, 0.0)
+
+
+TABLE = {
+    # torch's own has two forms, the second to be exact for rates above 1/2, and computes both.
     aten.lerp.Tensor: lambda x, y, rate: x + rate * (y - x),
     aten.lerp_.Tensor: lambda x, y, rate: x.add_(rate * (y - x)),
+    aten.nan_to_num.default: _nan_to_num,  # Inductor's asks one number after the other
 }
 
 
@@ -66,7 +74,7 @@ class Tracer:
         return [symbol(k, hint) for k, hint in enumerate((16, 96, 160, 9)[:count])]
 
     def compile(self, f: Callable, *args) -> Graph:
-        return Graph(self.mode, LERP | _sums(self.rank), f, *args)
+        return Graph(self.mode, TABLE | _sums(self.rank), f, *args)
 
 
 class Graph:
@@ -85,6 +93,7 @@ class Graph:
         with mode, enable_python_dispatcher():
             self.out = f(*args)  # the result, of fake tensors, for the graph after this one
             traced = make_fx(flat, table)(*fakes)
+        self.constants = list(traced.buffers())  # tensors that f makes of numbers
         with (
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             torch._functorch.config.patch(enable_autograd_cache=False),  # it would skip _compile
@@ -97,7 +106,7 @@ class Graph:
         return self.compiled
 
     def run(self, *tensors: Tensor) -> Sequence[Tensor]:
-        return self.compiled.current_callable(list(tensors))  # autograd's wrappers left out
+        return self.compiled.current_callable([*self.constants, *tensors])  # not autograd's
 
 
 @torch.library.custom_op("mulo::keep", mutates_args=())
