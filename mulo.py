@@ -120,6 +120,7 @@ class MuLO(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is derived: copies of the weights, and the stacks of accumulators."""
         self._phi: dict[torch.device, tuple[list, Phi]] = {}
+        self._cut: dict[torch.device, tuple[list, Net]] = {}
         self._stacks: dict[tuple, tuple[Accumulators, list[dict[str, Tensor]]]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
@@ -173,9 +174,14 @@ class MuLO(torch.optim.Optimizer):
         """The network and alpha of each bucket."""
         if self.lo.config.net == "velo":
             return self._generate(buckets, loss)
-        shared = {b.p.device: None for b in buckets}  # cut up once for all tensors
-        shared = {d: rule.prepare(self.lo.config, self._weights(d)) for d in shared}
-        return [(shared[b.p.device], 1.0) for b in buckets]
+        return [(self._shared(b.p.device), 1.0) for b in buckets]
+
+    def _shared(self, device: torch.device) -> Net:
+        """The network of all tensors on a device, cut up once for as long as its weights stay."""
+        version = [(w.data_ptr(), w._version) for w in self.lo.parameters()]
+        if self._cut.get(device, (None,))[0] != version:
+            self._cut[device] = version, rule.prepare(self.lo.config, self._weights(device))
+        return self._cut[device][1]
 
     def _advance(self, b: Bucket, net: Net, alpha: Tensor | float) -> Tensor | None:
         """Step a bucket in place; how many gradient entries were not finite, None if all were."""
