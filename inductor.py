@@ -101,6 +101,7 @@ class Graph:
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             torch._functorch.config.patch(enable_autograd_cache=False),  # it would skip _compile
             mock.patch.object(cpp, "stride_at_vec_range", _stride),
+            mock.patch.object(cpp.CppVecOverrides, "exp", staticmethod(_exp)),
         ):
             options = OPTIONS | (CPU if fakes[0].device.type == "cpu" else {})
             compile_fx(traced, fakes, inner_compile=self._compile, config_patches=options)
@@ -119,6 +120,11 @@ def _stride(
     """How far apart in memory are the neighbours along a loop: not at all, for thousands of weights
     that do not depend on it. Inductor asks sympy, which takes longer than all the rest."""
     return f(index, var, length) if var in index.free_symbols else S.Zero
+
+
+def _exp(x: object) -> str:
+    """The exponential of a vector to 1e-6 of it, in line: the usual one, to 1e-7, is a call."""
+    return f"{x}.exp_u20()"
 
 
 @torch.library.custom_op("mulo::keep", mutates_args=())

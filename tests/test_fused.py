@@ -125,13 +125,28 @@ def test_stacks(own):
     assert graphs() == before
 
 
-@pytest.mark.parametrize("S", [1, 3])
-def test_wide_networks_in_blocks(S, monkeypatch):
-    """Matrix products over blocks, also of one row or a part of one, with remainders."""
-    config = dataclasses.replace(SMALL, hidden_size=fused.WIDEST + 1)
-    monkeypatch.setattr(rule, "BLOCK", 40 * (16 + config.hidden_size) * S)  # blocks of 28 entries
-    shapes = [(12, 20), (20, 13), (3, 70)]
-    assert worst(config, network(config), shapes, S=S) <= 5e-6
+def test_sums_in_groups():
+    """Layers of more sums than are added to in turn, and of a number that does not divide."""
+    config = dataclasses.replace(SMALL, hidden_size=inductor.GROUP + 3)
+    assert worst(config, network(config), [(12, 20), (20, 13)]) <= 5e-6
+
+
+def test_wider_networks_are_eager(monkeypatch):
+    monkeypatch.setattr(fused, "WIDEST", 1)
+    before = graphs()
+    assert worst(SMALL, network(), [(12, 20)]) == 0
+    assert graphs() == before
+
+
+def test_the_operation_of_a_graph_is_the_network():
+    """`mlp` as it is called by itself, against the network of `lo.py`."""
+    phi = network(copies=2)
+    x = torch.randn(2, 39, 5, 7)
+    w, b = ([phi[f"{n}{k}"] for k in range(3)] for n in "wb")
+    b = [b_k[..., None, None] for b_k in b]
+    d, m = torch.ops.mulo.mlp([w_k.mT for w_k in w], b, list(x.unbind(1)))
+    expected = lo.mlp(phi, x.movedim(1, -1), 2)
+    torch.testing.assert_close(torch.stack([d, m], -1), expected)
 
 
 def test_particles():
@@ -150,6 +165,42 @@ def test_particles():
     for k, p in theta.items():
         size = float((found[0][k] - p).abs().max())
         torch.testing.assert_close(found[1][k], found[0][k], rtol=1e-6, atol=1e-5 * size)
+
+
+VELO = LOConfig(net="velo", hidden_size=2, lam1=0.1, lam2=0.1, lstm_hidden=3, param_inits=2)
+
+
+@pytest.mark.parametrize("config", [SMALL, VELO], ids=["small_fc", "VeLO"])
+def test_a_step_of_training_in_one_graph(config, tmp_path):
+    """Losses, gradients and steps, of which one net's gradients are not finite; and after the state
+    was saved and loaded."""
+    task = tasks.get("fashion8_mlp_w16_d2")
+    kind = mulo.VeLO if config.net == "velo" else mulo.SmallFC
+    nets = [lo.stacked(kind(config, torch.Generator().manual_seed(k))) for k in range(3)]
+    phi = {k: torch.cat([net[k] for net in nets]) for k in nets[0]}
+    if config.net == "velo":
+        phi["controls_w"] *= 0.1  # or updates overflow
+    gen = torch.Generator().manual_seed(0)
+    start, before = task.init(3, gen, zero_output=False), graphs()
+    start["head.weight"][2, 0] = torch.inf
+    batches = [task.data().batch(gen, 8, 3) for _ in range(3)]
+    found = []
+    for how in (False, True):
+        opt, theta = stacked.Learned(config, task, how), {k: p.clone() for k, p in start.items()}
+        state, net = opt.init(theta, phi, torch.full((3,), 9.0)), opt.prepare(phi)
+        for n, batch in enumerate(batches):
+            t = torch.tensor([0.0, 5.0, 90.0]) + n
+            losses, state, theta = opt.advance(net, state, theta, batch, t)
+            found.append({"losses": losses} | {k: p.clone() for k, p in theta.items()})
+            torch.save([state, theta], tmp_path / "state.pt")
+            state, theta = torch.load(tmp_path / "state.pt")
+        final = state
+        found[-1] |= {k: x for k, x in final.items() if k[0] not in "rc"}
+    assert graphs() == before + 1
+    for eager, compiled in zip(found[:3], found[3:], strict=True):
+        for k, x in eager.items():
+            atol = 1e-5 * float(x[:2].abs().max())
+            torch.testing.assert_close(compiled[k], x, rtol=1e-5, atol=atol, equal_nan=True)
 
 
 def test_low_precision():
