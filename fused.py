@@ -3,9 +3,10 @@
     fused.step_(net, acc, p, g, scale, dims)        # as rule.step_, which it is when it must be
 
 The same functions, compiled to C++ on the CPU and Triton on CUDA (`inductor.py`). Two graphs serve
-all matrices, alone and stacked, two more all vectors, and so on for convolutions (and for what has
-very long rows): sizes are symbols, times and rates are tensors. They are compiled when first called
-and kept for all optimizers of a configuration. What makes them good:
+all matrices, alone and stacked (a third, small one those that are higher than wide), two more all
+vectors, and so on for convolutions (and for what has very long rows): sizes are symbols, times and
+rates are tensors. They are compiled when first called and kept for all optimizers of a
+configuration. What makes them good:
 
   - M comes as one tensor to a decay (`init_accumulators(..., apart=True)`), so that every loop
     runs over the same entries.
@@ -89,18 +90,24 @@ def step_(
     bias = net.bias.expand(len(p), -1).contiguous()  # of its own time
     rest = net.pace * scale, decay, eps_scale
     axes = dims and (min(dims), max(dims))
-    long = p.ndim > 2 and p.shape[-1] > LONG
+    rank = careful_rank(p)
     shared = tuple([x.shape[0] == 1 for x in weights])
-    key = net.config, p.ndim, long, axes, p.device, p.dtype, g.dtype, shared, eps_scale is None
+    key = net.config, p.ndim, rank, axes, p.device, p.dtype, g.dtype, shared, eps_scale is None
     try:
         if key not in _passes:
-            _passes[key] = Passes(net, long, axes, p, g, *rest)
+            _passes[key] = Passes(net, rank, axes, dims == axes, p, g, *rest)
         _passes[key].means(dims == axes)  # compiled before anything is changed
     except Exception as error:  # of a compiler, or of a torch whose insides are others
-        give_up(p.device.type, error)
+        _give_up(p.device.type, error)
         return eager()
     _passes[key].run(dims == axes, weights, bias, acc, p, g, *rest)
     return bad
+
+
+def careful_rank(*params: Tensor) -> int:
+    """The rank up to which sums are done in float64: not of features, (S, 1, *shape), if no
+    parameter (S, *shape) has long rows."""
+    return 5 if any(p.ndim > 2 and p.shape[-1] > LONG for p in params) else 3
 
 
 def _plain(acc: Accumulators, p: Tensor, dims: Dims) -> tuple[Accumulators, Tensor, Dims] | None:
@@ -141,11 +148,13 @@ class Passes:
     rows and columns change places after pass 1, and the other passes are the same.
     """
 
-    def __init__(self, net: Net, long: bool, axes: Dims, p, g, scale, decay, eps_scale):
+    def __init__(
+        self, net: Net, rank: int, axes: Dims, straight: bool, p, g, scale, decay, eps_scale
+    ):
         from inductor import Graph, Tracer  # now, as importing the compiler takes seconds
 
-        tracer = Tracer(rank=5 if long else 3)  # of the features' planes, and of all other sums
-        S, *shape = tracer.symbols("size", p.ndim)
+        tracer = Tracer(rank, quick_exp=True)
+        S, *shape = tracer.symbols(p.ndim)
 
         def fake(x: Tensor, *sizes) -> Tensor:
             return torch.empty(sizes, dtype=x.dtype, device=x.device)
@@ -181,7 +190,7 @@ class Passes:
             net, acc = dataclasses.replace(net, bias=bias), Accumulators(M, V, r, c)
             _network(net, acc, p, g, s, scale, decay, _eps(net, eps_scale))
 
-        self.means, s = means, means(True).out
+        self.means, s = means, means(straight).out  # as wide ones have it
         self.network = tracer.compile(f, net, bias, M, V, r, c, p, g, s, scale, decay, eps_scale)
 
     def run(self, straight: bool, weights, bias, acc, p, g, scale, decay, eps_scale) -> None:
@@ -251,16 +260,20 @@ def available(device: str) -> bool:
 
                 torch.compile(torch.neg, fullgraph=True)(torch.ones(3, device=device))
         except Exception as error:
-            give_up(device, error)
+            _give_up(device, error)
     return _available[device]
 
 
-def give_up(device: str, error: Exception) -> None:
+def _give_up(device: str, error: Exception) -> None:
     """Go on without a compiler, with a warning."""
     _available[device] = False
-    why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     warnings.warn(
         f"torch cannot compile for {device}, so MuLO goes on without: install a compiler (g++ for "
-        f"CPUs) and the torch of requirements.txt, or leave out compile=True. ({why})",
+        f"CPUs) and the torch of requirements.txt, or leave out compile=True. ({why(error)})",
         stacklevel=2,
     )
+
+
+def why(error: Exception) -> str:
+    """An error in a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

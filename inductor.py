@@ -1,16 +1,17 @@
-"""Functions compiled by Inductor, the compiler behind torch.compile, for tensors of all sizes.
+"""Functions compiled by Inductor, the compiler behind torch.compile, also for tensors of all sizes.
 
     tracer = Tracer(rank=2)
-    m, n = tracer.symbols("size", 2)
+    m, n = tracer.symbols(2)
     with tracer.mode:
         x = torch.empty(m, n)                        # fake: only its type and its sizes
     double = tracer.compile(lambda x: 2 * x, x)
     [y] = double.run(torch.ones(3, 5))
 
 `torch.compile` looks at every call for what may have changed since it traced a function, and at
-every size. With small tensors that takes longer than the step. In `fused.py` nothing can have
-changed but sizes, and they are symbols, so its functions go to Inductor without it. Inductor still
-checks shapes and strides.
+every size. With small tensors that takes longer than the step. Here nothing can have changed but
+sizes, which are symbols (`fused.py`) or known (`stacked.py`), so functions go to Inductor without
+it. Inductor still checks shapes and strides. Two operations are ours: `mlp`, a network that is
+written out, and `keep`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -36,8 +39,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map
 
 # A fused multiply-add rounds once instead of twice, and takes half the time.
-# Values are not to be stored, however often they are read: the network's planes.
+# Values are not stored, however often they are read, unless `keep` says so.
+# What was compiled is kept on disk, for as long as this file is as it was.
 OPTIONS = {
+    "unsafe_marked_cacheable_functions": {
+        "mulo.mlp": sha256(Path(__file__).read_bytes()).hexdigest()
+    },
     "cpp.enable_floating_point_contract_flag": "fast",
     "realize_opcount_threshold": 10**6,
     "realize_reads_threshold": 10**6,
@@ -48,7 +55,8 @@ aten = torch.ops.aten
 
 
 def _nan_to_num(x: Tensor, *values: float) -> Tensor:
-    return NotImplemented if any(values) else torch.where(x.abs() < math.inf, x, 0.0)
+    """In one comparison, if all that is not finite becomes 0."""
+    return torch.where(x.abs() < math.inf, x, 0.0) if values == (0.0,) * 3 else NotImplemented
 
 
 TABLE = {
@@ -62,22 +70,24 @@ TABLE = {
 class Tracer:
     """Makes symbols, and compiles functions of the fake tensors made with them."""
 
-    def __init__(self, rank: int):
-        """Sums over tensors of up to this rank are done with care: see `_sums`."""
+    def __init__(self, rank: int, quick_exp: bool = False):
+        """Sums over tensors of up to this rank are done with care: see `_sums`; `_exp` is quick."""
         self.mode, self.rank = FakeTensorMode(shape_env=ShapeEnv()), rank
+        self.exp = _exp if quick_exp else cpp.CppVecOverrides.exp
 
-    def symbols(self, name: str, count: int) -> list[torch.SymInt]:
-        """Integers that stand for all sizes of a stack (S, *shape), or for strides."""
+    def symbols(self, count: int) -> list[torch.SymInt]:
+        """Integers that stand for all sizes of a stack (S, *shape)."""
 
         def symbol(k: int, hint: int) -> torch.SymInt:
-            source, env = ConstantSource(f"{name}{k}"), self.mode.shape_env
+            source, env = ConstantSource(f"size{k}"), self.mode.shape_env
             found = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
             return env.create_symintnode(found, hint=hint, source=source)
 
         return [symbol(k, hint) for k, hint in enumerate((16, 96, 160, 9)[:count])]
 
     def compile(self, f: Callable, *args) -> Graph:
-        return Graph(self.mode, TABLE | _sums(self.rank), f, *args)
+        with mock.patch.object(cpp.CppVecOverrides, "exp", staticmethod(self.exp)):
+            return Graph(self.mode, TABLE | _sums(self.rank), f, *args)
 
 
 class Graph:
@@ -97,11 +107,11 @@ class Graph:
             self.out = f(*args)  # the result, of fake tensors, for the graph after this one
             traced = make_fx(flat, table)(*fakes)
         self.constants = list(traced.buffers())  # tensors that f makes of numbers
+        self.inputs = len(fakes)
         with (
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             torch._functorch.config.patch(enable_autograd_cache=False),  # it would skip _compile
             mock.patch.object(cpp, "stride_at_vec_range", _stride),
-            mock.patch.object(cpp.CppVecOverrides, "exp", staticmethod(_exp)),
         ):
             options = OPTIONS | (CPU if fakes[0].device.type == "cpu" else {})
             compile_fx(traced, fakes, inner_compile=self._compile, config_patches=options)
@@ -111,6 +121,8 @@ class Graph:
         return self.compiled
 
     def run(self, *tensors: Tensor) -> Sequence[Tensor]:
+        if len(tensors) != self.inputs:  # which C++ would not notice
+            raise ValueError(f"the graph takes {self.inputs} tensors, not {len(tensors)}.")
         return self.compiled.current_callable([*self.constants, *tensors])  # not autograd's
 
 
@@ -123,7 +135,8 @@ def _stride(
 
 
 def _exp(x: object) -> str:
-    """The exponential of a vector to 1e-6 of it, in line: the usual one, to 1e-7, is a call."""
+    """The exponential of a vector to 1e-6 of it, in line: the usual one, to 1e-7, is a call. Beyond
+    88, and of NaN, it is 3e38, so it is not for losses."""
     return f"{x}.exp_u20()"
 
 
@@ -144,9 +157,8 @@ def _store(x: ir.TensorBox) -> ir.TensorBox:
     return x
 
 
-GROUP = (
-    8  # sums that are added to in turn: an addition takes four cycles, and two can begin in each
-)
+# Sums that are added to in turn: an addition waits four cycles, and two begin in each.
+GROUP = 8
 
 
 @torch.library.custom_op("mulo::mlp", mutates_args=())
@@ -160,12 +172,12 @@ def mlp(w: list[Tensor], b: list[Tensor], x: list[Tensor]) -> list[Tensor]:
     y = torch.stack(x, 1)
     for k, (w_k, b_k) in enumerate(zip(w, b, strict=True)):
         y = torch.einsum("smn,sn...->sm...", w_k, y.relu() if k else y) + b_k
-    return [plane.contiguous() for plane in y.unbind(1)]
+    return [plane.clone(memory_format=torch.contiguous_format) for plane in y.unbind(1)]
 
 
 @mlp.register_fake
 def _(w: list[Tensor], b: list[Tensor], x: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(x[0]) for _ in range(w[-1].shape[1])]
+    return [x[0].new_empty(x[0].shape) for _ in range(w[-1].shape[1])]
 
 
 @lowering.register_lowering(torch.ops.mulo.mlp.default, type_promotion_kind=None)
@@ -219,7 +231,7 @@ def _sums(rank: int) -> dict:
 
     def exact(op: Callable) -> Callable:
         def f(x: Tensor, *args, dtype: torch.dtype | None = None) -> Tensor:
-            if x.ndim > rank or dtype is not None:
+            if x.ndim > rank or dtype is not None or not x.is_floating_point():
                 return NotImplemented  # as it is
             return op(x, *args, dtype=torch.float64).to(x.dtype)
 

@@ -39,9 +39,10 @@ GPU = """\
 
 Not measured here. The same code runs on CUDA: the compiled passes become Triton kernels on the
 current stream, and nothing waits for the device (rates are tensors; the count of bad gradient
-entries is looked at every 100 steps). TF32 is left as you set it: the matrix products of a wide
-network would use it, and round to 1e-3. CUDA graphs are not used: lr and t are read on the CPU at
-every step, and a graph would freeze them. To fill in the table, on a machine with a GPU:
+entries is looked at every 100 steps). TF32 is left as you set it: if it is on, matrix products are
+rounded to 1e-3, which in a compiled step are only those of rows, columns and time. CUDA graphs are
+not used: lr and t are read on the CPU at every step, and a graph would freeze them. To fill in the
+table, on a machine with a GPU:
 
     python bench.py step --device cuda
     python bench.py many --device cuda

@@ -74,7 +74,7 @@ class Recipe:
     lr_end: float = 1e-3
     weight_decay: float = 1e-4
     clip: float = 1.0  # of the meta-gradient's norm. DIVERGES: the reference clips the update
-    compile: bool = False  # the nets' steps, by fused.py: faster after a minute of compiling
+    compile: bool = False  # a step of the nets of a width as one graph: faster, after minutes
 
     def __post_init__(self):
         counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
@@ -368,7 +368,10 @@ def _parser() -> argparse.ArgumentParser:
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
     numbers.add_argument(
-        "--compile", action="store_true", default=None, help="the nets' steps, see fused.py"
+        "--compile",
+        action="store_true",
+        default=None,
+        help="for long runs: faster, after a minute or two to a width of MLPs",
     )
     return parser
 

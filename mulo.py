@@ -81,9 +81,10 @@ class MuLO(torch.optim.Optimizer):
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
     is float32 whatever the parameters are. Gradient entries that are NaN or infinite are taken as 0
-    and counted in `nonfinite`. compile=True steps with `fused.py`: three times faster with a small
-    network, but off by default, because the first step then waits for a compiler, up to a minute
-    for each kind of tensor (matrices, vectors, ...).
+    and counted in `nonfinite`. compile=True steps with `fused.py`: three to five times faster, but
+    off by default, because the first step then waits for a compiler, up to a minute for each kind
+    of tensor (matrices, vectors, ...), longer with a large network; one with a hidden size above 32
+    is not compiled.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class MuLO(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is derived: copies of the weights, and the stacks of accumulators."""
         self._phi: dict[torch.device, tuple[list, Phi]] = {}
-        self._cut: dict[torch.device, tuple[list, Net]] = {}
+        self._cut: tuple[LOConfig, Phi, Net] | None = None
         self._stacks: dict[tuple, tuple[Accumulators, list[dict[str, Tensor]]]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
@@ -174,14 +175,21 @@ class MuLO(torch.optim.Optimizer):
         """The network and alpha of each bucket."""
         if self.lo.config.net == "velo":
             return self._generate(buckets, loss)
-        return [(self._shared(b.p.device), 1.0) for b in buckets]
+        shared = {device: self._shared(device) for device in {b.p.device for b in buckets}}
+        return [(shared[b.p.device], 1.0) for b in buckets]
 
     def _shared(self, device: torch.device) -> Net:
-        """The network of all tensors on a device, cut up once for as long as its weights stay."""
-        version = [(w.data_ptr(), w._version) for w in self.lo.parameters()]
-        if self._cut.get(device, (None,))[0] != version:
-            self._cut[device] = version, rule.prepare(self.lo.config, self._weights(device))
-        return self._cut[device][1]
+        """The network of all tensors on a device. On the CPU it is cut up once for as long as its
+        weights are as they were; elsewhere to look at them would wait for the device."""
+        config, phi = self.lo.config, self._weights(device)
+        if device.type != "cpu":
+            return rule.prepare(config, phi)
+        if self._cut and self._cut[0] == config:
+            if all(map(torch.equal, self._cut[1].values(), phi.values())):
+                return self._cut[2]
+        phi = {k: w.clone() for k, w in phi.items()}
+        self._cut = config, phi, rule.prepare(config, phi)
+        return self._cut[2]
 
     def _advance(self, b: Bucket, net: Net, alpha: Tensor | float) -> Tensor | None:
         """Step a bucket in place; how many gradient entries were not finite, None if all were."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +31,9 @@ import tasks
 from features import Accumulators, LossBuffer, trailing
 from lo import LO, LOConfig, Phi
 from rule import Net
+
+if TYPE_CHECKING:
+    from inductor import Graph
 
 # Entries of a stack beyond which its step is in place, in blocks: for the cache, or for memory.
 LARGE, LARGE_GPU = 500_000, 50_000_000
@@ -70,7 +75,7 @@ class Learned:
             for w in mup.weights_of(task.skeleton())
         }
         self.names = list(self.dims)
-        self._graph: Advance | None = None
+        self._graph = Advance() if compile else None
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor | None = None) -> State:
         """State at the start of training; VeLO's depends on num_steps, (P,) on the CPU."""
@@ -133,20 +138,25 @@ class Learned:
     ) -> tuple[Tensor, State, Theta]:
         """Losses, (P,), their gradients, and a step of every net, compiled as one graph if at all.
 
-        For many steps at one size: `step` compiles once for all sizes.
+        For long runs, as every size of nets is compiled anew: `step` has one graph for all sizes.
         """
-        device = t.device.type
-        if self.compile and self.config.hidden_size <= fused.WIDEST and fused.available(device):
+        small = self.config.hidden_size <= fused.WIDEST
+        if self._graph and small and fused.available(t.device.type):
             try:
-                self._graph = self._graph or Advance(self, net, state, theta, batch, t)
-            except Exception as error:  # of a compiler, or of a torch whose insides are others
-                fused.give_up(device, error)
+                self._graph.prepare(self, net, state, theta, batch, t)
+            except Exception as error:  # nothing has changed yet
+                self._graph = None
+                warnings.warn(
+                    f"a step of training {self.task.name} cannot be compiled as one graph, so only "
+                    f"the optimizer's part is: leave out --compile. ({fused.why(error)})",
+                    stacklevel=2,
+                )
             else:
-                return self._graph.run(net, state, theta, batch, t), state, theta
+                return self._graph.run(batch, t), state, theta
         losses, grads = gradients(self.task, theta, batch)
         return losses, *self.step(net, state, theta, grads, losses, t)
 
-    def _advance_(self, net, state: State, theta: Theta, batch, t: Tensor) -> Tensor:
+    def advance_(self, net, state: State, theta: Theta, batch, t: Tensor) -> Tensor:
         """The same in place, to be traced; the losses."""
         losses, grads = gradients(self.task, theta, batch)
         now, _ = self.step(net, state, theta, grads, losses, t, in_place=fused.traced_)
@@ -183,36 +193,47 @@ class Learned:
 
 
 def whole(M: features.Momenta) -> Tensor:
+    """M, (P, 3, *shape), of its pieces."""
     return M if isinstance(M, Tensor) else torch.cat(M, 1)
 
 
 class Advance:
-    """`Learned.advance` compiled for nets of one size, in place on their state and theta."""
+    """`Learned.advance` compiled, in place on state and theta: a graph for every size of nets, and
+    shared by all that train nets of that size."""
 
-    def __init__(self, opt: Learned, net: Net | Phi, state: State, theta: Theta, batch, t: Tensor):
+    graphs: ClassVar[dict[tuple, Graph]] = {}
+
+    def __init__(self):
+        self.given, self.flat = [], []
+
+    def prepare(self, opt: Learned, net: Net | Phi, state: State, theta: Theta, batch, t) -> None:
+        """Find the graph, or compile it: only if these are not the tensors of the last step.
+        The batch and t are always new."""
+        kinds = [(x.shape, x.stride(), x.dtype) for x in (*batch, t)]
+        given = [net, *state.values(), *theta.values()]
+        same = len(given) == len(self.given) and all(map(operator.is_, given, self.given))
+        if same and kinds == self.kinds:
+            return
         import inductor  # now, as importing the compiler takes seconds
 
-        tracer, self.leaves = inductor.Tracer(rank=3), inductor.leaves
-        args = net, self._pieces(state), theta, batch, t
-        with tracer.mode:
-            fakes = tree_map_only(
-                Tensor,
-                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device),
-                args,
-            )
-        self.graph, self.given, self.flat = tracer.compile(opt._advance_, *fakes), [], []
+        # M as one tensor to a decay: see `fused.py`
+        args = ({k: x.split(1, 1) if k[:2] == "M/" else x for k, x in state.items()}, theta)
+        flat = inductor.leaves((net, *args))
+        key = opt.config, opt.task, *state, *theta, *kinds
+        key += tuple((x.shape, x.stride(), x.dtype, x.device) for x in flat)
+        if key not in self.graphs:
+            tracer = inductor.Tracer(fused.careful_rank(*theta.values()))
 
-    @staticmethod
-    def _pieces(state: State) -> dict[str, features.Momenta]:
-        """M as one tensor to a decay: see `fused.py`."""
-        return {k: x.split(1, 1) if k.startswith("M/") else x for k, x in state.items()}
+            def fake(x: Tensor) -> Tensor:
+                return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
-    def run(self, net: Net | Phi, state: State, theta: Theta, batch, t: Tensor) -> Tensor:
+            with tracer.mode:
+                fakes = tree_map_only(Tensor, fake, (net, *args, batch, t))
+            self.graphs[key] = tracer.compile(opt.advance_, *fakes)
+        self.given, self.kinds, self.flat, self.graph = given, kinds, flat, self.graphs[key]
+
+    def run(self, batch: tuple[Tensor, ...], t: Tensor) -> Tensor:
         """The losses, (P,)."""
-        given = [net, *state.values(), *theta.values()]
-        if len(given) != len(self.given) or any(map(operator.is_not, given, self.given)):
-            self.given = given
-            self.flat = self.leaves((net, self._pieces(state), theta))
         [losses] = self.graph.run(*self.flat, *batch, t)
         return losses
 

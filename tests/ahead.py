@@ -76,6 +76,9 @@ def kernels(folder: Path) -> None:
     slow.test_stacks(own=True)
     slow.test_low_precision()
     slow.test_particles()
+    for config in (slow.SMALL, slow.VELO):
+        slow.test_a_step_of_training_in_one_graph(config, folder)
+    slow.test_sums_in_groups()
 
 
 MAKERS = {"exported": exported, "velo": velo, "epsilons": epsilons, "cpp": cpp, "kernels": kernels}

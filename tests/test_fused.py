@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import sys
+import types
 import warnings
 
 import pytest
@@ -138,10 +139,11 @@ def test_wider_networks_are_eager(monkeypatch):
     assert graphs() == before
 
 
-def test_the_operation_of_a_graph_is_the_network():
+@pytest.mark.parametrize("S", [1, 2])
+def test_the_operation_of_a_graph_is_the_network(S):
     """`mlp` as it is called by itself, against the network of `lo.py`."""
-    phi = network(copies=2)
-    x = torch.randn(2, 39, 5, 7)
+    phi = network(copies=S)
+    x = torch.randn(S, 39, 5, 7)
     w, b = ([phi[f"{n}{k}"] for k in range(3)] for n in "wb")
     b = [b_k[..., None, None] for b_k in b]
     d, m = torch.ops.mulo.mlp([w_k.mT for w_k in w], b, list(x.unbind(1)))
@@ -191,16 +193,39 @@ def test_a_step_of_training_in_one_graph(config, tmp_path):
         for n, batch in enumerate(batches):
             t = torch.tensor([0.0, 5.0, 90.0]) + n
             losses, state, theta = opt.advance(net, state, theta, batch, t)
-            found.append({"losses": losses} | {k: p.clone() for k, p in theta.items()})
-            torch.save([state, theta], tmp_path / "state.pt")
-            state, theta = torch.load(tmp_path / "state.pt")
-        final = state
-        found[-1] |= {k: x for k, x in final.items() if k[0] not in "rc"}
+            now = {"losses": losses} | state | theta
+            found.append({k: x.clone() for k, x in now.items()})
+            if n == 1:
+                torch.save([state, theta], tmp_path / "state.pt")
+                state, theta = torch.load(tmp_path / "state.pt")
     assert graphs() == before + 1
     for eager, compiled in zip(found[:3], found[3:], strict=True):
         for k, x in eager.items():
             atol = 1e-5 * float(x[:2].abs().max())
             torch.testing.assert_close(compiled[k], x, rtol=1e-5, atol=atol, equal_nan=True)
+
+
+def test_a_step_of_training_a_transformer(monkeypatch):
+    """What is traced, run as it is: to compile it would take minutes."""
+
+    def run(traced, fakes, inner_compile, **options):
+        graph = inner_compile.__self__
+        graph.compiled, graph.constants = types.SimpleNamespace(), []
+        graph.compiled.current_callable = lambda tensors: traced(*tensors)
+
+    monkeypatch.setattr(inductor, "compile_fx", run)
+    monkeypatch.setattr(stacked.Advance, "graphs", {})
+    task, phi, gen = tasks.get("pixels_lm_w16_d1"), network(), torch.Generator().manual_seed(0)
+    start, batch, found = task.init(2, gen), task.data().batch(gen, 4, 2), []
+    batch[2][:, :, 50:] = False  # padding
+    for how in (False, True):
+        opt, theta = stacked.Learned(SMALL, task, how), {k: p.clone() for k, p in start.items()}
+        state, net = opt.init(theta, phi), opt.prepare(phi)
+        losses, _, theta = opt.advance(net, state, theta, batch, torch.zeros(2))
+        found.append({"losses": losses} | theta)
+    assert len(stacked.Advance.graphs) == 1
+    for k, x in found[0].items():
+        torch.testing.assert_close(found[1][k], x, rtol=1e-5, atol=1e-5 * float(x.abs().max()))
 
 
 def test_low_precision():
@@ -230,8 +255,8 @@ def test_a_changed_weight_is_seen():
 def stepped_with_one_warning(monkeypatch, match):
     monkeypatch.setattr(fused, "_available", {})
     p = nn.Parameter(torch.ones(6, 8))
-    opt = mulo.MuLO([p], mulo.SmallFC(SMALL), compile=True)
-    p.grad = torch.ones_like(p)
+    opt = mulo.MuLO([p], mulo.SmallFC(SMALL, torch.Generator().manual_seed(0)), compile=True)
+    p.grad = torch.linspace(-1, 1, 48).view(6, 8)
     with pytest.warns(UserWarning, match=match):
         opt.step()
     with warnings.catch_warnings():
@@ -260,3 +285,14 @@ def test_where_compiling_fails_there_is_one_warning(monkeypatch):
     monkeypatch.setattr(inductor.Tracer, "compile", broken)
     monkeypatch.setattr(fused, "_passes", {})
     stepped_with_one_warning(monkeypatch, "cannot compile for cpu.*AttributeError")
+
+    task = tasks.get("fashion8_mlp_w16_d2")
+    opt, theta = stacked.Learned(SMALL, task, True), task.init(2, torch.Generator())
+    batch = task.data().batch(torch.Generator(), 4, 2)
+    net, state = opt.prepare(network()), opt.init(theta, network())
+    expected = task.losses(theta, batch)
+    monkeypatch.setattr(fused, "_available", {"cpu": True})
+    monkeypatch.setattr(stacked.Advance, "graphs", {})
+    with pytest.warns(UserWarning, match="fashion8_mlp_w16_d2 cannot be compiled as one graph"):
+        losses, *_ = opt.advance(net, state, theta, batch, torch.zeros(2))
+    torch.testing.assert_close(losses, expected)

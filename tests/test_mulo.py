@@ -1,5 +1,6 @@
 """MuLO's steps: the reference's numbers, arguments, groups, layouts, dtypes, bad gradients."""
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -334,3 +335,22 @@ def test_another_default_dtype():
             torch.set_default_dtype(torch.float32)
         moved.append(p.detach().clone())
     assert torch.equal(*moved)
+
+
+def test_changed_weights_are_seen():
+    """However they were changed: the network is kept cut up from step to step."""
+    p, q = (nn.Parameter(torch.ones(6, 8)) for _ in range(2))
+    net = mulo.SmallFC(mulo.LOConfig(hidden_size=4), torch.Generator().manual_seed(0))
+    opts = [mulo.MuLO([x], net) for x in (p, q)]
+    for change in (
+        lambda: None,
+        lambda: net.w2.data.mul_(3),
+        lambda: net.b0.add_(1),
+        lambda: setattr(net, "config", dataclasses.replace(net.config, lam1=0.1)),
+    ):
+        change()
+        opts[1]._cut = None  # cut anew
+        for x, opt in zip((p, q), opts, strict=True):
+            x.grad = torch.linspace(-1, 1, 48).view(6, 8)
+            opt.step()
+        assert torch.equal(p, q)
