@@ -82,17 +82,17 @@ def step_(
     if found is None or not available(p.device.type):
         return eager()
     acc, p, dims = found
-    g, bad = rule.screen(g.reshape(p.shape).contiguous(), rule.clip_of(net.config))
+    g = g.reshape(p.shape).contiguous()
     decay = decay if isinstance(decay, Tensor) else torch.zeros_like(scale)
     if not isinstance(eps_scale, Tensor):
         eps_scale = None if eps_scale == 1 else torch.full_like(scale, eps_scale)
-    weights = [*net.rates, net.dense, net.row, net.col, *chain(*net.layers)]
-    bias = net.bias.expand(len(p), -1).contiguous()  # of its own time
-    rest = net.pace * scale, decay, eps_scale
+    rest = scale if net.t is not None else net.pace * scale, decay, eps_scale
     axes = dims and (min(dims), max(dims))
     rank = careful_rank(p)
+    weights = weights_of(net)
     shared = tuple([x.shape[0] == 1 for x in weights])
-    key = net.config, p.ndim, rank, axes, p.device, p.dtype, g.dtype, shared, eps_scale is None
+    key = net.config, p.ndim, rank, axes, p.device, p.dtype, g.dtype, shared, net.t is None
+    key += (eps_scale is None,)
     try:
         if key not in _passes:
             _passes[key] = Passes(net, rank, axes, dims == axes, p, g, *rest)
@@ -100,8 +100,13 @@ def step_(
     except Exception as error:  # of a compiler, or of a torch whose insides are others
         _give_up(p.device.type, error)
         return eager()
-    _passes[key].run(dims == axes, weights, bias, acc, p, g, *rest)
-    return bad
+    return _passes[key].run(net, weights, dims == axes, acc, p, g, *rest)
+
+
+def weights_of(net: Net) -> list[Tensor]:
+    """All of a network but the time."""
+    time = [] if net.t is None else [net.time]
+    return [*net.rates, net.dense, net.row, net.col, *time, net.bias, *chain(*net.layers)]
 
 
 def careful_rank(*params: Tensor) -> int:
@@ -115,7 +120,11 @@ def _plain(acc: Accumulators, p: Tensor, dims: Dims) -> tuple[Accumulators, Tens
 
     A convolution (S, out, in, 3, 3) becomes (S, out, in, 9).
     """
-    if not p.is_contiguous() or not acc.M[:, 0].is_contiguous() or not 0 < p.numel() < 2**31:
+    if (
+        not p.is_contiguous()
+        or not acc.M.transpose(0, 1).is_contiguous()
+        or not 0 < p.numel() < 2**31
+    ):
         return None
     if p.ndim <= 3 and 1 not in p.shape[1:]:
         return acc, p, dims
@@ -153,7 +162,7 @@ class Passes:
     ):
         from inductor import Graph, Tracer  # now, as importing the compiler takes seconds
 
-        tracer = Tracer(rank, quick_exp=True)
+        tracer = Tracer(rank, quick=True)
         S, *shape = tracer.symbols(p.ndim)
 
         def fake(x: Tensor, *sizes) -> Tensor:
@@ -164,55 +173,69 @@ class Passes:
             return fake(scale, S, 3, *sizes)
 
         with tracer.mode:
-            net = dataclasses.replace(net, time=None, bias=None, pace=1.0)
+            t = None if net.t is None else fake(scale, S)
+            net = dataclasses.replace(
+                net, t=None, time=net.time if t is not None else None, pace=1.0
+            )
             net = tree_map_only(
                 Tensor, lambda x: fake(x, S if len(x) > 1 else 1, *x.shape[1:]), net
             )
-            bias = fake(scale, S, net.config.hidden_size)
+            net = dataclasses.replace(net, t=t)
             scale, decay, eps_scale = (
                 x if x is None else fake(x, S) for x in (scale, decay, eps_scale)
             )
             p, g, V = fake(p, S, *shape), fake(g, S, *shape), fake(scale, S, *shape)
-            M = [fake(scale, S, 1, *shape) for _ in range(3)]
+            M = [fake(scale, S, *shape) for _ in range(3)]
             c, r = map(vectors, axes or (0, 0))
 
         @functools.cache
         def means(straight: bool) -> Graph:
-            def f(rates, V, r, c, g, eps_scale) -> Scales:
+            def f(rates, V, r, c, g, eps_scale) -> tuple[Scales, Tensor, Tensor, Tensor]:
                 now, acc = dataclasses.replace(net, rates=rates), Accumulators(None, V, r, c)
                 dims = axes if straight else axes[::-1]
-                s = _means(now, acc, g, dims, _eps(net, eps_scale))
-                return s if straight else s._replace(grad=s.grad[::-1], mom=s.grad[::-1])
+                row_mean, col_mean = rule.mean_squares(g, dims, g.shape)
+                eps = _eps(net, eps_scale)
+                r, c, s = rule.factor(now, acc, row_mean, col_mean, dims, eps)
+                if not straight:
+                    r, c, s = c, r, s._replace(grad=s.grad[::-1], mom=s.grad[::-1])
+                largest = row_mean.amax() * (g.shape[dims[1]] if dims else 1)
+                return s, r, c, largest  # no entry of g^2 is larger
 
             return tracer.compile(f, net.rates, V, *((r, c) if straight else (c, r)), g, eps_scale)
 
-        def f(net, bias, M, V, r, c, p, g, s, scale, decay, eps_scale) -> None:
-            net, acc = dataclasses.replace(net, bias=bias), Accumulators(M, V, r, c)
+        def f(net, M, V, r, c, p, g, s, scale, decay, eps_scale) -> None:
+            acc = Accumulators([x.unsqueeze(1) for x in M], V, r, c)
             _network(net, acc, p, g, s, scale, decay, _eps(net, eps_scale))
 
-        self.means, s = means, means(straight).out  # as wide ones have it
-        self.network = tracer.compile(f, net, bias, M, V, r, c, p, g, s, scale, decay, eps_scale)
+        self.means, (s, *_) = means, means(straight).out  # as wide ones have it
+        self.network = tracer.compile(f, net, M, V, r, c, p, g, s, scale, decay, eps_scale)
 
-    def run(self, straight: bool, weights, bias, acc, p, g, scale, decay, eps_scale) -> None:
-        """A step in place."""
+    def run(
+        self, net: Net, weights, straight: bool, acc: Accumulators, p, g, scale, decay, eps_scale
+    ) -> Tensor | None:
+        """A step in place; how many entries of g are not finite, or None."""
         M, V, r, c = acc
-        (*rates, dense, row, col), layers = weights[:6], weights[6:]
+        (*rates, dense, row, col), weights = weights[:6], weights[6:]
         eps = () if eps_scale is None else (eps_scale,)
-        s = self.means(straight).run(*rates, V, r, c, g, *eps)
+        clip, on_cpu, bad = rule.clip_of(net.config), p.device.type == "cpu", None
+        if not on_cpu:
+            g, bad = rule.screen(g, clip)
+        *s, new_r, new_c, largest = self.means(straight).run(*rates, V, r, c, g, *eps)
+        if on_cpu and not float(largest) <= clip**2:  # else no entry can be bad
+            g, bad = rule.screen(g, clip)
+            if bad is not None:
+                *s, new_r, new_c, _ = self.means(straight).run(*rates, V, r, c, g, *eps)
         if not straight:
             r, c, row, col = c, r, col, row
-        M = [x.unsqueeze(1) for x in M.unbind(1)]
-        net = (*rates, dense, row, col, *layers, bias)
-        self.network.run(*net, *M, V, r, c, p, g, *s, scale, decay, *eps)
+        torch._foreach_copy_([r, c], [new_r, new_c])
+        t = () if net.t is None else (net.t if len(net.t) == len(p) else net.t.repeat(len(p)),)
+        net = (*rates, dense, row, col, *weights, *t)
+        self.network.run(*net, *M.unbind(1), V, new_r, new_c, p, g, *s, scale, decay, *eps)
+        return bad
 
 
 def _eps(net: Net, scale: Tensor | None) -> Eps:
     return Eps(net.config.eps, net.config.eps_rms, 1.0 if scale is None else scale)
-
-
-def _means(net: Net, acc: Accumulators, g: Tensor, dims: Dims, eps: Eps) -> Scales:
-    """Pass 1: row and column means, r and c."""
-    return rule.factor_(net, acc, *rule.mean_squares(g, dims, g.shape), dims, eps)
 
 
 def _network(
@@ -241,7 +264,9 @@ def traced_(
     """As `rule.step_`, to be traced as part of a larger graph."""
     eps = Eps(net.config.eps, net.config.eps_rms, eps_scale)
     g = features.clean(g, rule.clip_of(net.config))
-    s = _means(net, acc, g, dims, eps)
+    *new, s = rule.factor(net, acc, *rule.mean_squares(g, dims, g.shape), dims, eps)
+    for x, y in zip(acc[2:], new, strict=True):
+        x.copy_(y)
     grad = tuple(map(torch.ops.mulo.keep, s.grad))
     mom = grad if s.mom is s.grad else tuple(map(torch.ops.mulo.keep, s.mom))
     _network(net, acc, p, g, s._replace(grad=grad, mom=mom), scale, decay, eps)

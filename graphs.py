@@ -131,12 +131,13 @@ class Step(Graph):
             phi = {k: w for k, w in more.items() if k[0] in "wb"}
             return dataclasses.replace(rule.prepare(self.config, phi), rates=rates)
         layers = range(self.config.hidden_layers)
-        return Net(
+        net = Net(
             self.config,
             rates,
             *(getattr(self, f"phi_{k}") for k in ("dense", "row", "col", "time", "bias")),
             [(getattr(self, f"phi_w{k}"), getattr(self, f"phi_b{k}")) for k in layers],
-        ).at(step, self.timescales)
+        )
+        return net.at(step).settled(self.timescales)
 
     def turn(self, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
         """(row, col) as (r, c), with the averaged axis kept as size 1."""

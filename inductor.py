@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -28,9 +30,11 @@ from sympy import Expr, S, Symbol
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._inductor import ir, lowering
+from torch._inductor import cpp_builder, ir, lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import V as virtual
 from torch._inductor.virtualized import ops
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -70,10 +74,11 @@ TABLE = {
 class Tracer:
     """Makes symbols, and compiles functions of the fake tensors made with them."""
 
-    def __init__(self, rank: int, quick_exp: bool = False):
-        """Sums over tensors of up to this rank are done with care: see `_sums`; `_exp` is quick."""
+    def __init__(self, rank: int, quick: bool = False):
+        """Sums over tensors of up to this rank are done with care: see `_sums`. With `quick`,
+        `_exp` and `_rsqrt` take the place of the usual ones."""
         self.mode, self.rank = FakeTensorMode(shape_env=ShapeEnv()), rank
-        self.exp = _exp if quick_exp else cpp.CppVecOverrides.exp
+        self.quick = {"exp": staticmethod(_exp), "rsqrt": staticmethod(_rsqrt)} if quick else {}
 
     def symbols(self, count: int) -> list[torch.SymInt]:
         """Integers that stand for all sizes of a stack (S, *shape)."""
@@ -86,7 +91,7 @@ class Tracer:
         return [symbol(k, hint) for k, hint in enumerate((16, 96, 160, 9)[:count])]
 
     def compile(self, f: Callable, *args) -> Graph:
-        with mock.patch.object(cpp.CppVecOverrides, "exp", staticmethod(self.exp)):
+        with mock.patch.multiple(cpp.CppVecOverrides, **self.quick):
             return Graph(self.mode, TABLE | _sums(self.rank), f, *args)
 
 
@@ -112,6 +117,8 @@ class Graph:
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             torch._functorch.config.patch(enable_autograd_cache=False),  # it would skip _compile
             mock.patch.object(cpp, "stride_at_vec_range", _stride),
+            mock.patch.object(cpp.TilingSelect, "select_tiling", _tiling),
+            mock.patch.object(cpp_builder, "_get_optimization_cflags", _flags),
         ):
             options = OPTIONS | (CPU if fakes[0].device.type == "cpu" else {})
             compile_fx(traced, fakes, inner_compile=self._compile, config_patches=options)
@@ -126,6 +133,13 @@ class Graph:
         return self.compiled.current_callable([*self.constants, *tensors])  # not autograd's
 
 
+def _flags(compiler: str, *args, f: Callable = cpp_builder._get_optimization_cflags) -> tuple:
+    """GCC then keeps more in registers: a loop with a network has twice as many values as there are
+    of them."""
+    flags, more = f(compiler, *args)
+    return [*flags, *(["flive-range-shrinkage"] if cpp_builder.is_gcc() else [])], more
+
+
 def _stride(
     index: Expr, var: Symbol, length: int | None = None, f: Callable = cpp.stride_at_vec_range
 ) -> Expr:
@@ -134,10 +148,48 @@ def _stride(
     return f(index, var, length) if var in index.free_symbols else S.Zero
 
 
+def _each(x: object, body: str, usual: str) -> str:
+    """A vector's registers v, each as C++ says; the usual form where intrinsics are not x86's."""
+    bits = virtual.kernel.vec_isa.bit_width()
+    if x.dtype != torch.float32 or (platform.machine(), bits) not in (
+        ("x86_64", 256),
+        ("x86_64", 512),
+    ):
+        return f"{x}.{usual}()"
+    names = {
+        "AVX": f"_mm{bits}",
+        "RSQRT": {256: "rsqrt", 512: "rsqrt14"}[bits],
+        "BITS": f"si{bits}",
+    }
+    for name, value in names.items():
+        body = body.replace(name, value)
+    f = f"[](auto v) {{ using V = decltype(v); {body} }}"
+    return f"{x}.unary_op({f})" if virtual.kernel._get_num_vectors(torch.float) > 1 else f"{f}({x})"
+
+
+def _rsqrt(x: object) -> str:
+    """1 / sqrt(x) of a vector to 3e-7 of it: a guess of the processor's, and from there a step of
+    Newton's. The usual one divides, which takes four times longer. Not for 0 and infinity."""
+    body = "V y = AVX_RSQRT_ps(v); return y * (V(1.5f) - V(0.5f) * v * (y * y));"
+    return _each(x, body, "rsqrt")
+
+
 def _exp(x: object) -> str:
-    """The exponential of a vector to 1e-6 of it, in line: the usual one, to 1e-7, is a call. Beyond
-    88, and of NaN, it is 3e38, so it is not for losses."""
-    return f"{x}.exp_u20()"
+    """The exponential of a vector to 2e-6 of it: 2^n 2^f, n an integer, |f| <= 1/2. The usual one,
+    to 1e-7, is a call. Beyond 88, and of NaN, it is finite, so it is not for losses.
+
+    Adding 3 * 2^22 to a number rounds it, and leaves n in its last bits; 127 more makes n + 127 of
+    that, the exponent of 2^n.
+    """
+    body = (
+        "const V scale(1.44269502f), round(12582912.f + 127.f); "
+        "v = at::vec::clamp(v, V(-87.f), V(88.f)); V t = v * scale + round; "
+        "V f = v * scale - (t - round); "
+        "V y = V(0.00132647273f) * f + V(0.00967151299f); y = y * f + V(0.0555073358f); "
+        "y = y * f + V(0.240222424f); y = y * f + V(0.693147004f); y = y * f + V(1.f); "
+        "return y * V(AVX_castBITS_ps(AVX_slli_epi32(AVX_castps_BITS(t), 23)));"
+    )
+    return _each(x, body, "exp_u20")
 
 
 @torch.library.custom_op("mulo::keep", mutates_args=())
@@ -157,8 +209,11 @@ def _store(x: ir.TensorBox) -> ir.TensorBox:
     return x
 
 
-# Sums that are added to in turn: an addition waits four cycles, and two begin in each.
-GROUP = 8
+# Registers that are added to in turn: an addition waits four cycles, and two begin in each.
+SUMS = 8
+# Entries of a plane at a time: two registers of AVX2, to which a weight is then read once, or one
+# of AVX-512.
+TILE = 16
 
 
 @torch.library.custom_op("mulo::mlp", mutates_args=())
@@ -181,39 +236,38 @@ def _(w: list[Tensor], b: list[Tensor], x: list[Tensor]) -> list[Tensor]:
 
 
 @lowering.register_lowering(torch.ops.mulo.mlp.default, type_promotion_kind=None)
-def _write_out(w: list, b: list, x: list) -> list:
-    """The network at an index. Each plane is used for a GROUP of sums at a time, which then need
-    one load to a product: that of the weight."""
+def _network(w: list, b: list, x: list) -> list:
+    """The network at an index: in C++ an operation of ours, `_loops`; in Triton, written out."""
     size, first = x[0].get_size(), x[0]
-    outputs = [int(w_k.get_size()[1]) for w_k in w]
-    b = [lowering.expand(b_k, [size[0], m, *size[1:]]) for b_k, m in zip(b, outputs, strict=True)]
-    layers = [[y.make_loader() for y in layer] for layer in zip(w, b, strict=True)]
-    inputs, seen = [x_k.make_loader() for x_k in x], []
+    sizes = [len(x), *(int(w_k.get_size()[1]) for w_k in w)]
+    b = [lowering.expand(b_k, [size[0], m, *size[1:]]) for b_k, m in zip(b, sizes[1:], strict=True)]
+    weights, biases, inputs = ([y.make_loader() for y in group] for group in (w, b, x))
+    seen = []
 
-    def write(s, *rest) -> list:
+    def loops(s, *rest) -> object:
+        memory = [load([s, 0, 0]) for load in weights]
+        memory += [load([s, 0, *rest]) for load in biases[1:]]
+        planes = [biases[0]([s, j, *rest]) for j in range(sizes[1])]
+        planes += [load([s, *rest]) for load in inputs]
+        return ops.mulo_mlp(len(sizes), *sizes, *memory, *planes)
+
+    def written_out(s, *rest) -> list:
         x = [load([s, *rest]) for load in inputs]
-        for k, ((weight, bias), m) in enumerate(zip(layers, outputs, strict=True)):
+        for k, (weight, bias, m) in enumerate(zip(weights, biases, sizes[1:], strict=True)):
             x, y = [ops.relu(x_n) for x_n in x] if k else x, []
-            for group in (range(m)[j : j + GROUP] for j in range(0, m, GROUP)):
-                chains = max(1, GROUP // len(group))  # of each sum, in which it waits for itself
-                sums = [[bias([s, j, *rest])] for j in group]
-                for n, x_n in enumerate(x):
-                    for y_j, j in zip(sums, group, strict=True):
-                        part = ops.mul(weight([s, j, n]), x_n)
-                        if len(y_j) < chains:
-                            y_j.append(part)
-                        else:
-                            y_j[n % chains] = ops.add(y_j[n % chains], part)
-                y += [functools.reduce(ops.add, y_j) for y_j in sums]
+            for j in range(m):
+                products = (ops.mul(weight([s, j, n]), x_n) for n, x_n in enumerate(x))
+                y.append(functools.reduce(ops.add, products, bias([s, j, *rest])))
             x = y
         return x
 
-    def plane(index: Sequence, j: int) -> object:  # written once for all planes
+    def plane(index: Sequence, j: int) -> object:  # the network once for all planes
         handler = virtual.get_ops_handler()
         if not seen or seen[0] is not handler or seen[1] != index:
-            seen[:] = handler, index, write(*index)
-        return seen[2][j]
+            seen[:] = handler, index, (loops if on_cpu else written_out)(*index)
+        return ops.mulo_plane(seen[2], j) if on_cpu else seen[2][j]
 
+    on_cpu = first.get_device().type == "cpu"
     return [
         ir.Pointwise.create(
             device=first.get_device(),
@@ -221,8 +275,76 @@ def _write_out(w: list, b: list, x: list) -> list:
             inner_fn=functools.partial(plane, j=j),
             ranges=size,
         )
-        for j in range(outputs[-1])
+        for j in range(sizes[-1])
     ]
+
+
+def _loops(_, count: int, *values) -> str:
+    """The network in C++, at a tile of entries: some sums at a time, to which each x_n adds.
+
+    `values` are the sizes of the layers; the first entries of w_0, w_1 ... and b_1 ..., which lie
+    in memory as (m, n) and (m,); the planes b_0 and x.
+    """
+    kernel, sizes, values, layers = virtual.kernel, values[:count], values[count:], count - 1
+    if isinstance(kernel, cpp.CppVecKernel):
+        kind, tile = kernel._get_vec_type(torch.float), kernel.tiling_factor
+        sums, relu = SUMS // kernel._get_num_vectors(torch.float), cpp.CppVecOverrides.relu
+        load = f"{kind}::loadu({{}} + {tile} * ({{}}))".format
+        store = f"{{2}}.store({{0}} + {tile} * ({{1}}));".format
+    else:
+        kind, tile, sums, relu = "float", 1, SUMS, cpp.CppOverrides.relu
+        load, store = "{}[{}]".format, "{}[{}] = {};".format
+    source = {var.name: expr for expr, var in kernel.cse._cache.items()}
+    memory = [f"const float* {{}} = &{source[x.name]};" for x in values[: 2 * layers - 1]]
+    planes = values[2 * layers - 1 :]
+    code = [f"alignas(64) float a0[{sizes[0] * tile}], b0[{sizes[1] * tile}];"]
+    code += [store("b0", j, f"{kind}({y})") for j, y in enumerate(planes[: sizes[1]])]
+    code += [store("a0", n, f"{kind}({x})") for n, x in enumerate(planes[sizes[1] :])]
+    for k, (n, m) in enumerate(pairwise(sizes)):
+        code += [memory[k].format(f"w{k}"), f"alignas(64) float a{k + 1}[{m * tile}];"]
+        code += [memory[layers - 1 + k].format(f"b{k}")] if k else []
+        bias = f"{kind}(b{k}[j + i])" if k else load("b0", "j + i")
+        last = m - m % sums  # after it, a smaller group
+        for start, stop, group in ((0, last, sums), (last, m, m % sums)):
+            if start == stop:
+                continue
+            chains = math.gcd(sums // group, n)  # of each sum, in which it waits for itself
+            each = f'_Pragma("GCC unroll 16") for (int i = 0; i < {group}; i++)'
+            chain = f'_Pragma("GCC unroll 16") for (int c = 0; c < {chains}; c++)'
+            total = " + ".join(f"y[{c}][i]" for c in range(chains))
+            code += [
+                f"for (int j = {start}; j < {stop}; j += {group}) {{ {kind} y[{chains}][{group}];",
+                f"{each} {{ {chain} y[c][i] = c ? {kind}(0) : {bias}; }}",
+                f'_Pragma("GCC unroll {16 if m <= sums else 4}")',
+                f"for (int n = 0; n < {n}; n += {chains}) {{ {chain} {{",
+                f"const {kind} x = {load(f'a{k}', 'n + c')};",
+                f"{each} y[c][i] = y[c][i] + {kind}(w{k}[(j + i) * {n} + n + c]) * x; }} }}",
+                f"{each} {{ {kind} sum = {total};",
+                store(f"a{k + 1}", "j + i", relu("sum") if k < layers - 1 else "sum"),
+                "} }",
+            ]
+    result = ", ".join(load(f"a{layers}", j) for j in range(sizes[-1]))
+    code += [f"return std::array<{kind}, {sizes[-1]}>{{{result}}};"]
+    return f"[&]() __attribute__((always_inline)) {{ {' '.join(code)} }}()"
+
+
+def _tiling(self, bodies: list, sizes: list, f: Callable = cpp.TilingSelect.select_tiling) -> tuple:
+    """A TILE at a time in loops with a network, and in those that add up along other axes than the
+    last, which would else read a line of memory in two goes."""
+    factors, axes, stats = f(self, bodies, sizes)
+    if len(factors) == 1:
+        outer, summed = max(sizes, key=lambda pair: len(pair[1]))
+        network = any(body.has_op("mulo_mlp") for body in cpp._get_loop_body(bodies))
+        if network or (summed and 0 <= axes[0] < len(outer)):
+            factors = [max(TILE, *factors)]
+    return factors, axes, stats
+
+
+for name in ("mulo_mlp", "mulo_plane"):  # operations inside of loops
+    setattr(DefaultHandler, name, DefaultHandler._call_default(name))
+    setattr(DtypePropagationOpsHandler, name, staticmethod(lambda *_: torch.float32))
+cpp.CppOverrides.mulo_mlp = classmethod(_loops)
+cpp.CppOverrides.mulo_plane = classmethod(lambda _, network, j: f"{network}[{j}]")
 
 
 def _sums(rank: int) -> dict:

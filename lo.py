@@ -152,7 +152,7 @@ class VeLO(LO):
 
 def stacked(lo: LO) -> Phi:
     """The weights of one LO with a leading axis of 1, as `step` takes them."""
-    return {name: w.unsqueeze(0) for name, w in lo.named_parameters()}
+    return {name: w.unsqueeze(0) for name, w in lo._parameters.items()}  # has no modules in it
 
 
 def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:

@@ -68,6 +68,10 @@ class Bucket:
         return torch.tensor(values, dtype=torch.float32, device=self.p.device)
 
 
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
+
+
 class MuLO(torch.optim.Optimizer):
     """Trains a model with a learned optimizer, SmallFC or VeLO.
 
@@ -121,7 +125,7 @@ class MuLO(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is derived: copies of the weights, and the stacks of accumulators."""
         self._phi: dict[torch.device, tuple[list, Phi]] = {}
-        self._cut: tuple[LOConfig, Phi, Net] | None = None
+        self._cut: tuple[LOConfig, list[Tensor], Net] | None = None
         self._stacks: dict[tuple, tuple[Accumulators, list[dict[str, Tensor]]]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
@@ -171,37 +175,38 @@ class MuLO(torch.optim.Optimizer):
         self._warn_nonfinite()
         return loss
 
-    def _nets(self, buckets: list[Bucket], loss: Tensor | None) -> list[tuple[Net, Tensor | float]]:
-        """The network and alpha of each bucket."""
+    def _nets(self, buckets: list[Bucket], loss: Tensor | None) -> list[tuple[Net, Tensor | None]]:
+        """The network and, for VeLO, the alpha of each bucket."""
         if self.lo.config.net == "velo":
             return self._generate(buckets, loss)
         shared = {device: self._shared(device) for device in {b.p.device for b in buckets}}
-        return [(shared[b.p.device], 1.0) for b in buckets]
+        return [(shared[b.p.device], None) for b in buckets]
 
     def _shared(self, device: torch.device) -> Net:
         """The network of all tensors on a device. On the CPU it is cut up once for as long as its
         weights are as they were; elsewhere to look at them would wait for the device."""
-        config, phi = self.lo.config, self._weights(device)
+        config = self.lo.config
         if device.type != "cpu":
-            return rule.prepare(config, phi)
-        if self._cut and self._cut[0] == config:
-            if all(map(torch.equal, self._cut[1].values(), phi.values())):
-                return self._cut[2]
-        phi = {k: w.clone() for k, w in phi.items()}
-        self._cut = config, phi, rule.prepare(config, phi)
-        return self._cut[2]
+            return rule.prepare(config, self._weights(device))
+        now = self.lo._parameters.values()
+        if self._cut and self._cut[0] == config and all(map(_same, self._cut[1], now)):
+            return self._cut[2]
+        net = rule.prepare(config, {k: w.clone() for k, w in self._weights(device).items()})
+        self._cut = config, [w.detach().clone() for w in now], net
+        return net
 
-    def _advance(self, b: Bucket, net: Net, alpha: Tensor | float) -> Tensor | None:
+    def _advance(self, b: Bucket, net: Net, alpha: Tensor | None) -> Tensor | None:
         """Step a bucket in place; how many gradient entries were not finite, None if all were."""
         decayed = any(group["weight_decay"] for group in b.groups)
         fan_in = self.lo.config.eps == "fan_in"
         step_ = fused.step_ if self.compile else rule.step_
+        scale = b.per_tensor(lambda group: group["lr"] * group["scale"])
         return step_(
             net.at(b.per_tensor(lambda group: group["step"])),
             b.acc,
             b.p,
             b.g,
-            b.per_tensor(lambda group: group["lr"] * group["scale"]) * alpha,
+            scale if alpha is None else scale * alpha,
             b.dims,
             b.per_tensor(lambda group: group["lr"] * group["weight_decay"]) if decayed else 0.0,
             b.per_tensor(lambda group: 1 / group["fan_in"]) if fan_in else 1.0,
@@ -209,7 +214,7 @@ class MuLO(torch.optim.Optimizer):
 
     def _weights(self, device: torch.device) -> Phi:
         """The learned optimizer's weights as they are now; copied only where they must be."""
-        weights = list(self.lo.parameters())
+        weights = self.lo._parameters.values()
         if all(w.device == device and w.dtype == torch.float32 for w in weights):
             return lo_module.stacked(self.lo)
         version = [(w.data_ptr(), w._version) for w in weights]

@@ -107,19 +107,26 @@ class Net:
     row: Tensor  # (S | 1, h, 6)
     col: Tensor  # (S | 1, h, 6)
     time: Tensor  # (S | 1, h, 11), or 0 wide for VeLO
-    bias: Tensor  # (S | 1, h): b0, and the time features once `at` has added them
+    bias: Tensor  # (S | 1, h): b0, and the time features once `settled` has added them
     layers: list[tuple[Tensor, Tensor]]  # w (S | 1, m, n), b (S | 1, m, 1)
+    t: Tensor | None = None  # (S | 1,)
     pace: Tensor | float = 1.0  # (S | 1,): below 1 after the meta-trained horizon
 
-    def at(self, t: Tensor, timescales: Tensor | None = None) -> Net:
+    def at(self, t: Tensor) -> Net:
         """The network at time t, () or (S,): 0 at the first step."""
         if self.config.net == "velo":  # its time features go into the LSTM
             return self
-        config, t = self.config, t.reshape(-1)
+        return dataclasses.replace(self, t=t.reshape(-1))
+
+    def settled(self, timescales: Tensor | None = None) -> Net:
+        """With all that depends on t computed: once for many tensors, or as part of a graph."""
+        if self.t is None:
+            return self
+        config, t = self.config, self.t
         T = features.time_features(t, config.t_max, config.spec, timescales)
         bias = self.bias + (self.time @ T.unsqueeze(-1)).squeeze(-1)
         pace = features.pace(t, config.t_max, config.anneal)
-        return dataclasses.replace(self, bias=bias, pace=pace)
+        return dataclasses.replace(self, bias=bias, pace=pace, t=None)
 
 
 def prepare(config: LOConfig, phi: Phi) -> Net:
@@ -131,7 +138,7 @@ def prepare(config: LOConfig, phi: Phi) -> Net:
         config,
         rates_of(phi),
         *(w0[..., where].contiguous() for where in (dense, row, col)),
-        w0[..., config.num_features - 11 :] if config.net == "small_fc" else w0[..., :0],
+        w0[..., config.num_features - (11 if config.net == "small_fc" else 0) :].contiguous(),
         phi["b0"].contiguous(),
         [(phi[f"w{k}"].mT.contiguous(), phi[f"b{k}"].unsqueeze(-1).contiguous()) for k in hidden],
     )
@@ -172,6 +179,7 @@ def fold(net: Net, ms: Tensor, r: Tensor, c: Tensor, scale: Tensor, eps: Eps) ->
         norm = features.inverse_rms(features.mean_square(x), eps).unsqueeze(1)
         return torch.matmul(w0 * norm, x.flatten(2)).unflatten(-1, x.shape[2:])
 
+    net = net.settled()
     x_row, x_col = features.row_col_features(r, c, eps)
     lam1, lam2 = net.config.lam1, net.config.lam2
     scale = net.pace * scale
@@ -235,25 +243,23 @@ def mean_squares(g: Tensor, dims: Dims, shape: tuple[int, ...]) -> tuple[Tensor,
     return features.factored_means(g.float().square(), dims, shape)
 
 
-def factor_(
+def factor(
     net: Net,
     acc: Accumulators,
     row_mean: Tensor,
     col_mean: Tensor,
     dims: Dims,
     eps: Eps,
-) -> Scales:
-    """After pass 1: r and c in place, and what the dense features need of them."""
+) -> tuple[Tensor, Tensor, Scales]:
+    """After pass 1: the new r and c, and what the dense features need of them."""
     _, V, r, c = acc
-    new = features.accumulate_factored(r, c, row_mean, col_mean, net.rates, eps)
-    r.copy_(new[0])
-    c.copy_(new[1])
+    r, c = features.accumulate_factored(r, c, row_mean, col_mean, net.rates, eps)
     V_mean = V
     if eps.mode == "relative":  # the mean of V after its update
         q_mean = row_mean.flatten(1).mean(-1)
         V_mean = torch.lerp(V.flatten(1).mean(-1), q_mean, net.rates.V[:, 0])
     velo = net.config.net == "velo"
-    return features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, velo)
+    return r, c, features.scales(trailing(V_mean, V.ndim), r, c, dims, eps, velo)
 
 
 def accumulate_(net: Net, p: Tensor, g: Tensor, M: Momenta, V: Tensor, s: Scales) -> Tensor:
@@ -337,7 +343,8 @@ def step_(
     for g_b, *means in zip(*map(split, (g, row_mean, col_mean)), strict=True):
         for mean, share in zip(means, mean_squares(g_b, dims, p.shape), strict=True):
             mean.add_(share)
-    s = factor_(net, acc, row_mean, col_mean, dims, eps)
+    *new, s = factor(net, acc, row_mean, col_mean, dims, eps)
+    torch._foreach_copy_([r, c], new)
     blocks = list(zip(*map(split, (p, g, M, V)), s.split(split), strict=True))
     ms = sum(accumulate_(net, *block) for block in blocks) / p[0].numel()
     folded = fold(net, ms, r, c, scale, eps)

@@ -115,7 +115,7 @@ class Learned:
         if self.config.net == "velo":
             nets, alphas = self._generate(net, new, theta, losses, t)
         else:
-            nets, alphas = [net.at(t)] * len(self.names), [1.0] * len(self.names)
+            nets, alphas = [net.at(t).settled()] * len(self.names), [1.0] * len(self.names)
         one = torch.ones_like(losses)
         for name, now, alpha in zip(self.names, nets, alphas, strict=True):
             p = theta[name]

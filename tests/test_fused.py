@@ -128,7 +128,7 @@ def test_stacks(own):
 
 def test_sums_in_groups():
     """Layers of more sums than are added to in turn, and of a number that does not divide."""
-    config = dataclasses.replace(SMALL, hidden_size=inductor.GROUP + 3)
+    config = dataclasses.replace(SMALL, hidden_size=inductor.SUMS + 3)
     assert worst(config, network(config), [(12, 20), (20, 13)]) <= 5e-6
 
 
