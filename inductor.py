@@ -10,15 +10,14 @@
 `torch.compile` looks at every call for what may have changed since it traced a function, and at
 every size. With small tensors that takes longer than the step. Here nothing can have changed but
 sizes, which are symbols (`fused.py`) or known (`stacked.py`), so functions go to Inductor without
-it. Inductor still checks shapes and strides. Two operations are ours: `mlp`, a network that is
-written out, and `keep`.
+it. Inductor still checks shapes and strides. Two operations are ours: `mlp`, a network in the loop
+that makes its inputs, and `keep`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import platform
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from itertools import pairwise
@@ -33,6 +32,7 @@ from torch._dynamo.source import ConstantSource
 from torch._inductor import cpp_builder, ir, lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import V as virtual
@@ -78,7 +78,9 @@ class Tracer:
         """Sums over tensors of up to this rank are done with care: see `_sums`. With `quick`,
         `_exp` and `_rsqrt` take the place of the usual ones."""
         self.mode, self.rank = FakeTensorMode(shape_env=ShapeEnv()), rank
-        self.quick = {"exp": staticmethod(_exp), "rsqrt": staticmethod(_rsqrt)} if quick else {}
+        ours, usual = {"exp": _exp, "rsqrt": _rsqrt}, cpp.CppVecOverrides
+        functions = {k: f if quick else getattr(usual, k) for k, f in ours.items()}
+        self.functions = {k: staticmethod(f) for k, f in functions.items()}
 
     def symbols(self, count: int) -> list[torch.SymInt]:
         """Integers that stand for all sizes of a stack (S, *shape)."""
@@ -91,7 +93,7 @@ class Tracer:
         return [symbol(k, hint) for k, hint in enumerate((16, 96, 160, 9)[:count])]
 
     def compile(self, f: Callable, *args) -> Graph:
-        with mock.patch.multiple(cpp.CppVecOverrides, **self.quick):
+        with mock.patch.multiple(cpp.CppVecOverrides, **self.functions):
             return Graph(self.mode, TABLE | _sums(self.rank), f, *args)
 
 
@@ -149,19 +151,12 @@ def _stride(
 
 
 def _each(x: object, body: str, usual: str) -> str:
-    """A vector's registers v, each as C++ says; the usual form where intrinsics are not x86's."""
-    bits = virtual.kernel.vec_isa.bit_width()
-    if x.dtype != torch.float32 or (platform.machine(), bits) not in (
-        ("x86_64", 256),
-        ("x86_64", 512),
-    ):
+    """C++ for each register v of a vector x of float32, with AVX2 or AVX-512; else the usual."""
+    isa = virtual.kernel.vec_isa
+    if not isinstance(isa, VecAVX2 | VecAVX512) or x.dtype != torch.float32:
         return f"{x}.{usual}()"
-    names = {
-        "AVX": f"_mm{bits}",
-        "RSQRT": {256: "rsqrt", 512: "rsqrt14"}[bits],
-        "BITS": f"si{bits}",
-    }
-    for name, value in names.items():
+    bits = isa.bit_width()
+    for name, value in (("AVX", f"_mm{bits}"), ("BITS", f"si{bits}")):
         body = body.replace(name, value)
     f = f"[](auto v) {{ using V = decltype(v); {body} }}"
     return f"{x}.unary_op({f})" if virtual.kernel._get_num_vectors(torch.float) > 1 else f"{f}({x})"
@@ -169,8 +164,13 @@ def _each(x: object, body: str, usual: str) -> str:
 
 def _rsqrt(x: object) -> str:
     """1 / sqrt(x) of a vector to 3e-7 of it: a guess of the processor's, and from there a step of
-    Newton's. The usual one divides, which takes four times longer. Not for 0 and infinity."""
-    body = "V y = AVX_RSQRT_ps(v); return y * (V(1.5f) - V(0.5f) * v * (y * y));"
+    Newton's. The usual one divides, which takes four times longer. Of 0 it is finite, 9e18; of
+    infinity, 0."""
+    guess = "rsqrt14" if isinstance(virtual.kernel.vec_isa, VecAVX512) else "rsqrt"
+    body = (
+        f"v = at::vec::clamp_min(v, V(1.2e-38f)); V y = AVX_{guess}_ps(v); "
+        "return y * (V(1.5f) - V(0.5f) * at::vec::clamp_max(v, V(3e38f)) * (y * y));"
+    )
     return _each(x, body, "rsqrt")
 
 
@@ -221,8 +221,7 @@ def mlp(w: list[Tensor], b: list[Tensor], x: list[Tensor]) -> list[Tensor]:
     """y = w relu(... relu(w_0 x + b_0)) + b by planes: lists of x, y (S, *shape), w_k (S, m, n) and
     b_k (S, m, *shape) or what broadcasts to it.
 
-    One operation of a graph, as thousands would take minutes to compile. It becomes part of the
-    loop that x and y are part of, its products written out (`_write_out`).
+    It becomes part of the loop that x and y are part of, so that no plane in between is stored.
     """
     y = torch.stack(x, 1)
     for k, (w_k, b_k) in enumerate(zip(w, b, strict=True)):
@@ -240,6 +239,9 @@ def _network(w: list, b: list, x: list) -> list:
     """The network at an index: in C++ an operation of ours, `_loops`; in Triton, written out."""
     size, first = x[0].get_size(), x[0]
     sizes = [len(x), *(int(w_k.get_size()[1]) for w_k in w)]
+    on_cpu = first.get_device().type == "cpu"
+    if on_cpu:  # `_loops` reads them where they are
+        w, b = [_side_by_side(w_k) for w_k in w], [b[0], *map(_side_by_side, b[1:])]
     b = [lowering.expand(b_k, [size[0], m, *size[1:]]) for b_k, m in zip(b, sizes[1:], strict=True)]
     weights, biases, inputs = ([y.make_loader() for y in group] for group in (w, b, x))
     seen = []
@@ -267,7 +269,6 @@ def _network(w: list, b: list, x: list) -> list:
             seen[:] = handler, index, (loops if on_cpu else written_out)(*index)
         return ops.mulo_plane(seen[2], j) if on_cpu else seen[2][j]
 
-    on_cpu = first.get_device().type == "cpu"
     return [
         ir.Pointwise.create(
             device=first.get_device(),
@@ -277,6 +278,16 @@ def _network(w: list, b: list, x: list) -> list:
         )
         for j in range(sizes[-1])
     ]
+
+
+def _side_by_side(x: ir.TensorBox) -> ir.TensorBox:
+    """x (S, ...), stored, and contiguous but for the first axis."""
+    x = ir.TensorBox.create(ir.ExternKernel.realize_input(x))
+    _, layout = ir.as_storage_and_layout(x, freeze=True)
+    strides = ir.FlexibleLayout.contiguous_strides(x.get_size())
+    if list(layout.stride[1:]) == list(strides[1:]):
+        return x
+    return ir.TensorBox.create(ir.ExternKernel.require_exact_strides(x, strides))
 
 
 def _loops(_, count: int, *values) -> str:

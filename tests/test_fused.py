@@ -5,10 +5,12 @@ import shutil
 import sys
 import types
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import features
 import fused
@@ -151,6 +153,49 @@ def test_the_operation_of_a_graph_is_the_network(S):
     torch.testing.assert_close(torch.stack([d, m], -1), expected)
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["as it reads them", "turned"])
+def test_the_operation_compiled(turned):
+    """However weights lie in memory; a number of entries that no tile divides."""
+    sizes, S = (5, 11, 3, 2), 2
+    gen = torch.Generator().manual_seed(0)
+    w = [torch.randn(S, n, m, generator=gen) for n, m in pairwise(sizes)]
+    b = [torch.randn(S, m, 1, 1, generator=gen) for m in sizes[1:]]
+    x = torch.randn(S, 5, 3, 21, generator=gen)
+
+    def f(w, b, x):
+        w = [w_k.mT if turned else w_k for w_k in w]
+        return torch.ops.mulo.mlp(w, b, [2 * x_n for x_n in x.unbind(1)])
+
+    given = ([w_k if turned else w_k.mT.contiguous() for w_k in w], b, x)
+    tracer = inductor.Tracer(rank=3)
+    with tracer.mode:
+        fakes = tree_map_only(torch.Tensor, lambda y: torch.empty(y.shape), given)
+    found = tracer.compile(f, *fakes).run(*inductor.leaves(given))
+    phi = {f"w{k}": w_k for k, w_k in enumerate(w)}
+    phi |= {f"b{k}": b_k.flatten(1) for k, b_k in enumerate(b)}
+    expected = lo.mlp(phi, 2 * x.movedim(1, -1), 2)
+    torch.testing.assert_close(torch.stack(list(found), -1), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_quick_functions():
+    """To 5e-7 where the step uses them, and finite beyond."""
+    tracer = inductor.Tracer(rank=3, quick=True)
+    with tracer.mode:
+        fake = torch.empty(100_003)
+    graph = tracer.compile(lambda x, y: [x.exp(), y.rsqrt()], fake, fake.clone())
+    x, y = torch.linspace(-1, 1, 100_003), torch.logspace(-37, 30, 100_003)
+    for found, exact in zip(graph.run(x, y), (x.double().exp(), y.double().rsqrt()), strict=True):
+        assert (found / exact - 1).abs().max() <= 5e-7
+    x, y = torch.linspace(-87, 88, 100_003), torch.zeros(100_003)
+    y[::2] = torch.inf
+    e, inverse = graph.run(x, y)
+    assert (e / x.double().exp() - 1).abs().max() <= 3e-6
+    assert (inverse[::2] == 0).all()
+    assert inverse.isfinite().all()
+    e, _ = graph.run(torch.linspace(-1e4, 1e4, 100_003), y)
+    assert e.isfinite().all()
+
+
 def test_particles():
     """The nets of meta-training: `stacked.Learned`, with weights and a time to each."""
     task, phi = tasks.get("fashion8_mlp_w16_d3"), network(SMALL, copies=3)
@@ -232,17 +277,27 @@ def test_low_precision():
     assert worst(SMALL, network(SMALL), [(12, 20)], dtype=torch.bfloat16) <= 1e-2
 
 
-def test_bad_and_strided_gradients():
-    params = [nn.Parameter(torch.ones(6, 8)) for _ in range(2)]
+@pytest.mark.parametrize("shape", [(6, 8), (8, 6), (48,)])
+@pytest.mark.parametrize("bad", [[torch.nan, torch.inf], [1e20], [-torch.inf]], ids=str)
+def test_bad_and_strided_gradients(shape, bad):
+    params = [nn.Parameter(torch.ones(shape)) for _ in range(2)]
     net = mulo.SmallFC(SMALL, torch.Generator().manual_seed(0))
     opts = [mulo.MuLO([p], net, compile=k == 1) for k, p in enumerate(params)]
     for p in params:
-        p.grad = torch.linspace(-1, 1, 48).view(8, 6).t()  # not contiguous
-        p.grad[0, 0], p.grad[1, 1] = torch.nan, torch.inf
-    with pytest.warns(UserWarning, match="NaN or infinite"):
+        p.grad = torch.linspace(-1, 1, 48).view(shape[::-1]).permute(*range(len(shape))[::-1])
+        p.grad[0], p.grad[-1] = bad[0], bad[-1]  # a row of a matrix, which is not contiguous
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         [opt.step() for opt in opts]
-    assert [opt.nonfinite for opt in opts] == [2, 2]
+    assert opts[0].nonfinite == opts[1].nonfinite
+    assert (opts[1].nonfinite > 0) == (bad != [1e20])
     torch.testing.assert_close(params[1], params[0], rtol=0, atol=5e-6)
+    for p, opt in zip(params, opts, strict=True):
+        assert all(x.isfinite().all() for x in (p, *opt.state[p].values()))
+    for x, y in zip(
+        *(opt.state[p].values() for p, opt in zip(params, opts, strict=True)), strict=True
+    ):
+        torch.testing.assert_close(y, x)
 
 
 def test_a_changed_weight_is_seen():
