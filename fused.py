@@ -9,10 +9,13 @@ rates are tensors. They are compiled when first called and kept for all optimize
 configuration. What makes them good:
 
   - M comes as one tensor to a decay (`init_accumulators(..., apart=True)`), so that every loop
-    runs over the same entries.
-  - The network is written out plane by plane (`Planes`), so that its activations stay in registers,
-    or close by, and no plane of them in memory. Beyond a hidden size of 32 that would compile for
-    minutes; the step is then `rule.step_`.
+    runs over the same entries. Pass 2 only adds up squares; M and V are made anew in pass 3, which
+    stores them: to compute is cheaper than to read.
+  - The network is part of the loop of pass 3 (`Planes`), so that its activations stay in registers
+    or in the first cache.
+  - No pass looks for bad gradients. Pass 1 says how large an entry of g^2 can be; only if that is
+    too large, or NaN, the gradient is cleaned, and pass 1 done again. (Off the CPU it is always
+    cleaned: to ask would wait for the device.)
 
 `traced_` is the same as part of a larger graph, such as a whole step of meta-training
 (`stacked.Learned.advance`).
@@ -33,9 +36,11 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 import features
 import rule
 from features import Accumulators, Dims, Eps, Scales, trailing
+from lo import LOConfig
 from rule import Folded, Net
 
-WIDEST = 32  # hidden size up to which the network is written out
+# Hidden sizes up to which the network is compiled. A GPU's is written out, which takes long.
+WIDEST, WIDEST_GPU = 128, 32
 STACK = 1_000_000  # entries of small tensors to a call, which costs more than to copy them
 LONG = 4096  # entries of a row from which on its sums, too, are done in float64, which takes time
 FIELDS = [field.name for field in dataclasses.fields(Net) if field.name != "config"]
@@ -47,8 +52,8 @@ register_pytree_node(
 
 
 class Planes(Folded):
-    """The same network on a list of planes (S, *shape), one to a feature: one operation, which
-    `inductor.mlp` writes out."""
+    """The same network on a list of planes (S, *shape), one to a feature: one operation,
+    `inductor.mlp`."""
 
     @staticmethod
     def join(X: list[Tensor]) -> list[Tensor]:
@@ -78,8 +83,8 @@ def step_(
     """As `rule.step_`, to which those parameters go that are not contiguous, or have but one entry
     along an axis that is factored; and all, if the network is too wide or compiling fails."""
     eager = functools.partial(rule.step_, net, acc, p, g, scale, dims, decay, eps_scale)
-    found = _plain(acc, p, dims) if net.config.hidden_size <= WIDEST else None
-    if found is None or not available(p.device.type):
+    found = _plain(acc, p, dims)
+    if found is None or not compiles(net.config, p.device.type):
         return eager()
     acc, p, dims = found
     g = g.reshape(p.shape).contiguous()
@@ -270,6 +275,11 @@ def traced_(
     grad = tuple(map(torch.ops.mulo.keep, s.grad))
     mom = grad if s.mom is s.grad else tuple(map(torch.ops.mulo.keep, s.mom))
     _network(net, acc, p, g, s._replace(grad=grad, mom=mom), scale, decay, eps)
+
+
+def compiles(config: LOConfig, device: str) -> bool:
+    """Whether a configuration is compiled."""
+    return config.hidden_size <= (WIDEST if device == "cpu" else WIDEST_GPU) and available(device)
 
 
 _available: dict[str, bool] = {}  # by device

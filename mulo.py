@@ -85,10 +85,10 @@ class MuLO(torch.optim.Optimizer):
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
     is float32 whatever the parameters are. Gradient entries that are NaN or infinite are taken as 0
-    and counted in `nonfinite`. compile=True steps with `fused.py`: three to five times faster, but
-    off by default, because the first step then waits for a compiler, up to a minute for each kind
-    of tensor (matrices, vectors, ...), longer with a large network; one with a hidden size above 32
-    is not compiled.
+    and counted in `nonfinite`. compile=True steps with `fused.py`: two to six times faster, but
+    off by default, because the first step then waits for a compiler, half a minute for each kind of
+    tensor (matrices, vectors, ...); a network with a hidden size above 128 (32 on a GPU) is not
+    compiled.
     """
 
     def __init__(

@@ -140,8 +140,7 @@ class Learned:
 
         For long runs, as every size of nets is compiled anew: `step` has one graph for all sizes.
         """
-        small = self.config.hidden_size <= fused.WIDEST
-        if self._graph and small and fused.available(t.device.type):
+        if self._graph and fused.compiles(self.config, t.device.type):
             try:
                 self._graph.prepare(self, net, state, theta, batch, t)
             except Exception as error:  # nothing has changed yet
