@@ -341,13 +341,13 @@ def _loops(_, count: int, *values) -> str:
 
 def _tiling(self, bodies: list, sizes: list, f: Callable = cpp.TilingSelect.select_tiling) -> tuple:
     """A TILE at a time in loops with a network, and in those that add up along other axes than the
-    last, which would else read a line of memory in two goes."""
+    last, which would else read a line of memory in two goes; not if there are fewer entries."""
     factors, axes, stats = f(self, bodies, sizes)
-    if len(factors) == 1:
-        outer, summed = max(sizes, key=lambda pair: len(pair[1]))
-        network = any(body.has_op("mulo_mlp") for body in cpp._get_loop_body(bodies))
-        if network or (summed and 0 <= axes[0] < len(outer)):
-            factors = [max(TILE, *factors)]
+    outer, summed = max(sizes, key=lambda pair: len(pair[1]))
+    network = any(body.has_op("mulo_mlp") for body in cpp._get_loop_body(bodies))
+    if len(factors) == 1 and (network or (summed and 0 <= axes[0] < len(outer))):
+        length = virtual.graph.sizevars.optimization_hint((*outer, *summed)[axes[0]], fallback=TILE)
+        factors = [max(TILE, *factors)] if length >= TILE else factors
     return factors, axes, stats
 
 
