@@ -94,10 +94,10 @@ def step_(
     rest = scale if net.t is not None else net.pace * scale, decay, eps_scale
     axes = dims and (min(dims), max(dims))
     rank = careful_rank(p)
-    weights = weights_of(net)
+    weights = _weights(net)
     shared = tuple([x.shape[0] == 1 for x in weights])
-    key = net.config, p.ndim, rank, axes, p.device, p.dtype, g.dtype, shared, net.t is None
-    key += (eps_scale is None,)
+    kinds = p.device, p.dtype, g.dtype
+    key = net.config, p.ndim, rank, axes, *kinds, shared, net.t is None, eps_scale is None
     try:
         if key not in _passes:
             _passes[key] = Passes(net, rank, axes, dims == axes, p, g, *rest)
@@ -108,7 +108,7 @@ def step_(
     return _passes[key].run(net, weights, dims == axes, acc, p, g, *rest)
 
 
-def weights_of(net: Net) -> list[Tensor]:
+def _weights(net: Net) -> list[Tensor]:
     """All of a network but the time."""
     time = [] if net.t is None else [net.time]
     return [*net.rates, net.dense, net.row, net.col, *time, net.bias, *chain(*net.layers)]
@@ -212,7 +212,7 @@ class Passes:
             acc = Accumulators([x.unsqueeze(1) for x in M], V, r, c)
             _network(net, acc, p, g, s, scale, decay, _eps(net, eps_scale))
 
-        self.means, (s, *_) = means, means(straight).out  # as wide ones have it
+        self.means, (s, *_) = means, means(straight).out
         self.network = tracer.compile(f, net, M, V, r, c, p, g, s, scale, decay, eps_scale)
 
     def run(
@@ -220,22 +220,27 @@ class Passes:
     ) -> Tensor | None:
         """A step in place; how many entries of g are not finite, or None."""
         M, V, r, c = acc
-        (*rates, dense, row, col), weights = weights[:6], weights[6:]
-        eps = () if eps_scale is None else (eps_scale,)
+        (*rates, dense, row, col), rest = weights[:6], weights[6:]
+        t = [] if net.t is None else [net.t.to(scale).expand(len(p)).contiguous()]
+        eps = [] if eps_scale is None else [eps_scale]
         clip, on_cpu, bad = rule.clip_of(net.config), p.device.type == "cpu", None
+
+        def screen(g: Tensor) -> tuple[Tensor, Tensor | None]:
+            clean, bad = rule.screen(g, clip)
+            return clean.to(g.dtype), bad  # as compiled for
+
         if not on_cpu:
-            g, bad = rule.screen(g, clip)
+            g, bad = screen(g)
         *s, new_r, new_c, largest = self.means(straight).run(*rates, V, r, c, g, *eps)
         if on_cpu and not float(largest) <= clip**2:  # else no entry can be bad
-            g, bad = rule.screen(g, clip)
+            g, bad = screen(g)
             if bad is not None:
                 *s, new_r, new_c, _ = self.means(straight).run(*rates, V, r, c, g, *eps)
         if not straight:
             r, c, row, col = c, r, col, row
+        state = *M.unbind(1), V, new_r, new_c, p, g
+        self.network.run(*rates, dense, row, col, *rest, *t, *state, *s, scale, decay, *eps)
         torch._foreach_copy_([r, c], [new_r, new_c])
-        t = () if net.t is None else (net.t if len(net.t) == len(p) else net.t.repeat(len(p)),)
-        net = (*rates, dense, row, col, *weights, *t)
-        self.network.run(*net, *M.unbind(1), V, new_r, new_c, p, g, *s, scale, decay, *eps)
         return bad
 
 

@@ -10,8 +10,8 @@
 `torch.compile` looks at every call for what may have changed since it traced a function, and at
 every size. With small tensors that takes longer than the step. Here nothing can have changed but
 sizes, which are symbols (`fused.py`) or known (`stacked.py`), so functions go to Inductor without
-it. Inductor still checks shapes and strides. Two operations are ours: `mlp`, a network in the loop
-that makes its inputs, and `keep`.
+it. Inductor still checks shapes and strides, but not types. Two operations are ours: `mlp`, a
+network in the loop that makes its inputs, and `keep`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch._dynamo.source import ConstantSource
 from torch._inductor import cpp_builder, ir, lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
+from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, pick_vec_isa
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import V as virtual
@@ -44,10 +44,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # A fused multiply-add rounds once instead of twice, and takes half the time.
 # Values are not stored, however often they are read, unless `keep` says so.
-# What was compiled is kept on disk, for as long as this file is as it was.
+# What was compiled is kept on disk, for as long as this file and the processor are as they were.
 OPTIONS = {
     "unsafe_marked_cacheable_functions": {
-        "mulo.mlp": sha256(Path(__file__).read_bytes()).hexdigest()
+        "mulo.mlp": f"{pick_vec_isa()} {sha256(Path(__file__).read_bytes()).hexdigest()}"
     },
     "cpp.enable_floating_point_contract_flag": "fast",
     "realize_opcount_threshold": 10**6,
@@ -176,7 +176,7 @@ def _rsqrt(x: object) -> str:
 
 def _exp(x: object) -> str:
     """The exponential of a vector to 2e-6 of it: 2^n 2^f, n an integer, |f| <= 1/2. The usual one,
-    to 1e-7, is a call. Beyond 88, and of NaN, it is finite, so it is not for losses.
+    to 1e-7, is a call. Beyond 88 it stays as it is there, so it is not for losses.
 
     Adding 3 * 2^22 to a number rounds it, and leaves n in its last bits; 127 more makes n + 127 of
     that, the exponent of 2^n.
@@ -190,6 +190,9 @@ def _exp(x: object) -> str:
         "return y * V(AVX_castBITS_ps(AVX_slli_epi32(AVX_castps_BITS(t), 23)));"
     )
     return _each(x, body, "exp_u20")
+
+
+_rsqrt.__name__, _exp.__name__ = "rsqrt", "exp"  # by which Inductor finds those of scalars
 
 
 @torch.library.custom_op("mulo::keep", mutates_args=())

@@ -151,8 +151,11 @@ class VeLO(LO):
 
 
 def stacked(lo: LO) -> Phi:
-    """The weights of one LO with a leading axis of 1, as `step` takes them."""
-    return {name: w.unsqueeze(0) for name, w in lo._parameters.items()}  # has no modules in it
+    """The weights of one LO with a leading axis of 1, as `step` takes them.
+
+    An LO has weights of its own only, and to walk its modules at every step would take long.
+    """
+    return {name: w.unsqueeze(0) for name, w in lo._parameters.items()}
 
 
 def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:

@@ -85,7 +85,7 @@ class MuLO(torch.optim.Optimizer):
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
     is float32 whatever the parameters are. Gradient entries that are NaN or infinite are taken as 0
-    and counted in `nonfinite`. compile=True steps with `fused.py`: two to six times faster, but
+    and counted in `nonfinite`. compile=True steps with `fused.py`: up to six times faster, but
     off by default, because the first step then waits for a compiler, half a minute for each kind of
     tensor (matrices, vectors, ...); a network with a hidden size above 128 (32 on a GPU) is not
     compiled.

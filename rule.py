@@ -130,7 +130,7 @@ class Net:
 
 
 def prepare(config: LOConfig, phi: Phi) -> Net:
-    """Cut phi into a Net; `.at(t)` completes it."""
+    """Cut phi into a Net; `.at(t)` gives it a time."""
     dense, row, col = features.feature_index(config.feature_set)
     w0 = phi["w0"].mT  # (S | 1, h, 39)
     hidden = range(1, config.hidden_layers + 1)

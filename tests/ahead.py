@@ -75,6 +75,8 @@ def kernels(folder: Path) -> None:
         slow.worst(slow.SMALL, slow.network(), [shape], steps=1)
     slow.test_stacks(own=True)
     slow.test_low_precision()
+    for other in slow.OTHERS:
+        slow.test_other_networks_and_epsilons(*other)
     slow.test_particles()
     for config in (slow.SMALL, slow.VELO):
         slow.test_a_step_of_training_in_one_graph(config, folder)
