@@ -145,8 +145,8 @@ def _flags(compiler: str, *args, f: Callable = cpp_builder._get_optimization_cfl
 def _stride(
     index: Expr, var: Symbol, length: int | None = None, f: Callable = cpp.stride_at_vec_range
 ) -> Expr:
-    """How far apart in memory are the neighbours along a loop: not at all, for thousands of weights
-    that do not depend on it. Inductor asks sympy, which takes longer than all the rest."""
+    """How far apart in memory are the neighbours along a loop: not at all, if the index does not
+    depend on it. Sympy, which is slow, need not be asked then."""
     return f(index, var, length) if var in index.free_symbols else S.Zero
 
 
