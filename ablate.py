@@ -19,11 +19,11 @@ import torch
 import checkpoints
 import metatrain
 import mulo
-import mup
+import roles
 from cells import Cells, Contender, Job, contender
 from experiments import Suite, guess
 from report import Finding, draw_ends, figure, save, summary, width_axis, write_table
-from stacked import end
+from training import end
 
 BASE = "mulo_s"
 META: dict[str, dict | Callable[[metatrain.Recipe], dict]] = {  # changes to the recipe
@@ -119,15 +119,17 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
         return Job(who, f"{kind}_w{width}_d3", times * suite.steps, schedule, few)
 
     meta: dict[str, list[Contender]] = {
-        name: [Contender(f"{name}, seed {x.recipe.seed}", mup.ALL, mulo.load(x.path)) for x in some]
+        name: [
+            Contender(f"{name}, seed {x.recipe.seed}", roles.ALL, mulo.load(x.path)) for x in some
+        ]
         for name, some in trained.items()
     }
     shipped = next((c for c in suite.contenders() if c.name == "mulo_m"), contender("mulo_m"))
     rules = {"all rules": shipped} | {
         f"without {rule}": dataclasses.replace(
-            shipped, name=f"mulo_m without {rule}", rules=tuple(r for r in mup.ALL if r != rule)
+            shipped, name=f"mulo_m without {rule}", rules=tuple(r for r in roles.ALL if r != rule)
         )
-        for rule in mup.ALL
+        for rule in roles.ALL
     }
     limits = {"as shipped": shipped} | {
         name: dataclasses.replace(
@@ -208,7 +210,7 @@ def _finding(ends: dict, long: dict[str, float], sizes: Sizes) -> Finding:
         ]
         <= last["as shipped"],
     }
-    for rule in mup.ALL:
+    for rule in roles.ALL:
         without = last[f"without {rule}"]
         name = f"without the rule on {rule} a net {sizes.widths[-1]} wide ends worse"
         checks[name] = not without <= full

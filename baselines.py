@@ -1,7 +1,7 @@
 """Hand-designed baselines, AdamW in SP and μAdam, and their tuning over the paper's grids.
 
     values = best("muadam", "fashion8_mlp", steps=500)   # hyperparameters found by `tune`
-    losses = stacked.train(task, adam(values), 500, seeds=[0, 1, 2])
+    losses = training.train(task, adam(values), 500, seeds=[0, 1, 2])
 
 Paper: appendix B. Both are tuned on the widest net that the learned optimizers are meta-trained on,
 for as many steps, by the final smoothed training loss; `python evaluate.py tune` does that and
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-import stacked
 import tasks
+import training
 from checkpoints import write_atomically
 
 TUNED = Path(__file__).parent / "results" / "tuned"
@@ -66,11 +66,11 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
     raise ValueError(f"unknown schedule {name!r}: use constant or cosine.")
 
 
-def adam(values: dict, nets: int = 1) -> Callable[[tasks.Task], stacked.Adam]:
-    """For `stacked.train`: a baseline with these values, a number or (nets,) each."""
+def adam(values: dict, nets: int = 1) -> Callable[[tasks.Task], training.Adam]:
+    """For `training.train`: a baseline with these values, a number or (nets,) each."""
     numbers = {k: torch.as_tensor(values[k], dtype=torch.float32) for k in FIELDS}
     numbers = {k: v.expand(nets) if v.ndim == 0 else v for k, v in numbers.items()}
-    return lambda task: stacked.Adam(task, **numbers)
+    return lambda task: training.Adam(task, **numbers)
 
 
 def grid(which: str, fixed: dict | None = None) -> list[dict]:
@@ -92,7 +92,7 @@ def tune(
     show: Callable = lambda x, **_: x,
 ) -> list[dict]:
     """Every configuration with its final loss (mean over the seeds), best first."""
-    task, found = stacked.with_rules(task, which == "muadam"), []
+    task, found = training.with_rules(task, which == "muadam"), []
     configs = grid(which, fixed)
     size = max(1, chunk // len(seeds))
     for start in show(range(0, len(configs), size), desc=f"{NAMES[which]} on {task.name}"):
@@ -100,7 +100,7 @@ def tune(
         values = {
             k: torch.tensor([c[k] for c in some]).repeat_interleave(len(seeds)) for k in FIELDS
         }
-        losses = stacked.train(
+        losses = training.train(
             task,
             adam(values),
             steps,
@@ -109,7 +109,7 @@ def tune(
             schedule=schedule_of(schedule, steps),
             device=device,
         )
-        scores = stacked.end(losses).view(len(some), len(seeds)).mean(1)
+        scores = training.end(losses).view(len(some), len(seeds)).mean(1)
         found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
     return sorted(found, key=lambda c: c["loss"] if c["loss"] == c["loss"] else float("inf"))
 

@@ -33,7 +33,6 @@ from types import ModuleType
 import torch
 from torch import nn
 
-import data
 import export
 import features
 import lo
@@ -44,6 +43,7 @@ import pes
 import rule
 import tasks
 from measure import Table, extra_bytes, race
+from optimizees import datasets
 
 
 def parameters_of(shapes: list[tuple[int, ...]], device: str = "cpu") -> list[nn.Parameter]:
@@ -246,8 +246,8 @@ def bench_tasks(repeats: int, device: str) -> list[Table]:
 
     torch.set_num_threads(2)  # as many as the loader has workers
     x = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8)
-    images = data.Images(x, torch.randint(10, (50_000,)), 10, *data.CIFAR10)
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in data.CIFAR10)
+    images = datasets.Images(x, torch.randint(10, (50_000,)), 10, *datasets.CIFAR10)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in datasets.CIFAR10)
 
     class Items(torch.utils.data.Dataset):
         def __len__(self) -> int:

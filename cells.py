@@ -33,10 +33,10 @@ import baselines
 import checkpoints
 import metatrain
 import mulo
-import mup
+import roles
 import rule
-import stacked
 import tasks
+import training
 from report import write_table
 
 fcntl = None
@@ -74,13 +74,13 @@ def tuned(which: str, kind: str, steps: int, schedule: str) -> dict:
 def contender(name: str) -> Contender:
     """By name: adamw, muadam, a shipped optimizer, or the folder of a meta-training run."""
     if name in baselines.NAMES:
-        return Contender(name, mup.ALL if name == "muadam" else ())
+        return Contender(name, roles.ALL if name == "muadam" else ())
     folder = Path(name)
     path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
     recipe = checkpoints.about(path).get("recipe")
     recipe = recipe or {"mup": False, "name": None}  # others' weights, such as VeLO-4000: in SP
     label = folder.parent.name if folder.name == "lo.pt" else folder.name
-    return Contender(label, mup.ALL if recipe["mup"] else (), mulo.load(path), recipe["name"])
+    return Contender(label, roles.ALL if recipe["mup"] else (), mulo.load(path), recipe["name"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Job:
         """Train; what goes with each of `keys`."""
         task = self.get_task()
         seen = Watch(task, self.at, device) if self.at else None
-        losses = stacked.train(
+        losses = training.train(
             task,
             self.who.lo or baselines.adam(self.values, len(self.seeds)),
             max(self.at) + 1 if self.at else self.steps,
@@ -157,7 +157,7 @@ class Watch:
         self.first: dict[str, Tensor] = {}
         self.found: Seen = {}
 
-    def __call__(self, t: int, theta: stacked.Theta) -> None:
+    def __call__(self, t: int, theta: training.Theta) -> None:
         if t and t not in self.at:
             return
         for name, y in pre_activations(self.task, theta, self.probe).items():
@@ -168,11 +168,11 @@ class Watch:
                 self.found.setdefault(name, []).append(pair)
 
 
-def pre_activations(task: tasks.Task, theta: stacked.Theta, probe: Tensor) -> dict[str, Tensor]:
+def pre_activations(task: tasks.Task, theta: training.Theta, probe: Tensor) -> dict[str, Tensor]:
     """The output of every layer for a probe, (P, b, ...) each; the last are the logits."""
     model, found = task.skeleton(), {}
     for name, module in model.named_modules():
-        if isinstance(module, mup.LAYERS):
+        if isinstance(module, roles.LAYERS):
             module.register_forward_hook(lambda m, args, y, name=name: found.__setitem__(name, y))
     P = len(next(iter(theta.values())))
     functional_call(model, theta, (probe.expand(P, *probe.shape),))

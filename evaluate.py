@@ -7,7 +7,7 @@
     python evaluate.py width                             # one of the paper's claims; see --help
     python evaluate.py all                               # all of them, and RESULTS.md
 
-Nets of all seeds and configurations are trained side by side (`stacked.py`).
+Nets of all seeds and configurations are trained side by side (`training.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import mulo
 import report
 import rule
 import ship
-import stacked
 import tasks
+import training
 from ablate import ablate
 from cells import Cells, Job, contender
 from experiments import EXPERIMENTS, SUITES
@@ -51,7 +51,7 @@ def task(args: argparse.Namespace) -> str:
     for name, some in jobs.items():
         row = f"{name:26}"
         for job in some:
-            mean, error = report.summary(stacked.end(cells.losses(job)))
+            mean, error = report.summary(training.end(cells.losses(job)))
             row += f"{f'{mean:.3f} ± {error:.3f}' if error == error else f'{mean:.3f}':>24}"
         lines.append(row)
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import mup
+import roles
 import tasks
 from cells import Cells, Contender, Job, contender
 from report import (
@@ -38,7 +38,7 @@ from report import (
     worse,
     write_table,
 )
-from stacked import end
+from training import end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +307,7 @@ def coord(suite: Suite, cells: Cells, out: Path) -> Finding:
         seen, worst = [cells.watched(job) for job in some], 0.0
         for layer in seen[0]:
             drift = torch.tensor([[change for change, _ in s[layer]] for s in seen]).double()
-            slopes = mup.slope(widths, drift.T)  # (times,)
+            slopes = roles.slope(widths, drift.T)  # (times,)
             mean = float(slopes.abs().mean())
             rows.append([c.name, layer, f"{mean:.3f}", *(f"{x:.3f}" for x in slopes.tolist())])
             worst = max(worst, mean) if not math.isnan(mean) else math.inf

@@ -44,7 +44,7 @@ import onnxgraphs
 import rule
 from graphs import Graph, Step
 from lo import LO, LOConfig
-from mup import RULES
+from roles import RULES
 from serving import (
     FORMAT,
     VERSION,

@@ -2,7 +2,7 @@
 
 Pure functions, tensors in and tensors out; no network, no μP, no Optimizer. Paper: appendix A.1
 ("input, output, update and scaling") and the three feature tables. Read this file first, then
-`lo.py` (the networks), `rule.py` (the step), `mup.py` (the rules) and `mulo.py` (the Optimizer).
+`lo.py` (the networks), `rule.py` (the step), `roles.py` (the rules) and `mulo.py` (the Optimizer).
 
 Symbols (paper -> code), with the shapes used throughout. `S` equal-shaped tensors are stacked in
 front (the layers of a model, or the particles of meta-training); `shape` is one tensor's own shape.

@@ -9,7 +9,7 @@
 
 `torch.compile` looks at every call for what may have changed since it traced a function, and at
 every size. With small tensors that takes longer than the step. Here nothing can have changed but
-sizes, which are symbols (`fused.py`) or known (`stacked.py`), so functions go to Inductor without
+sizes, which are symbols (`fused.py`) or known (`training.py`), so functions go to Inductor without
 it. Inductor still checks shapes and strides, but not types. Two operations are ours: `mlp`, a
 network in the loop that makes its inputs, and `keep`.
 """

@@ -8,7 +8,7 @@
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
 This file is the Optimizer and the public names. The order to read: `features.py` (what the
-optimizer sees), `lo.py` (the networks), `rule.py` (the step), `mup.py` (the rules of section 4),
+optimizer sees), `lo.py` (the networks), `rule.py` (the step), `roles.py` (the rules of section 4),
 then this file; `checkpoints.py` has the files.
 """
 
@@ -29,7 +29,7 @@ import rule
 from checkpoints import from_pylo, from_reference, load, save
 from features import Accumulators, Dims, LossBuffer
 from lo import LO, LOConfig, Phi, SmallFC, VeLO
-from mup import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
+from roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
 from rule import Net
 
 __all__ = [

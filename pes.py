@@ -25,9 +25,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import mup
-import stacked
+import roles
 import tasks
+import training
 from lo import LO, Phi
 from lo import stacked as lo_stacked
 
@@ -85,7 +85,7 @@ class Particles:
     ):
         device = next(lo.parameters()).device
         self.task, self.r, self.lo, self.data = task, r, lo, data
-        self.opt = stacked.Learned(lo.config, task, compile=r.compile)
+        self.opt = training.Learned(lo.config, task, compile=r.compile)
         self.bound = 1.5 * math.log(task.classes)  # losses are clipped to [0, bound]
         # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
@@ -116,7 +116,7 @@ class Particles:
             if over.any():
                 self._restart(over, weights)
                 finished = finished | over
-            batch = stacked.batches(self.data, self.generators, self.r.batch_size, copies=2)
+            batch = training.batches(self.data, self.generators, self.r.batch_size, copies=2)
             losses = self.inner_step(net, batch)
             clipped = torch.nan_to_num(losses, nan=self.bound).clamp(0, self.bound)
             deltas.append(clipped[:n] - clipped[n:])
@@ -189,7 +189,7 @@ class Trainer:
             )
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
         self.adamw = torch.optim.AdamW([self.phi], lr=r.lr, weight_decay=r.weight_decay)
-        rules = mup.ALL if r.mup else ()
+        rules = roles.ALL if r.mup else ()
         names = [f"{r.kind}_w{width}_d{r.depth}" for width in r.widths]
         self.tasks = [tasks.get(name, rules=rules) for name in names]
         shared = (

@@ -21,8 +21,8 @@ import baselines
 import checkpoints
 import metatrain
 import mulo
-import stacked
 import tasks
+import training
 from checkpoints import write_atomically
 
 # For choosing among meta-training seeds only: other widths and depths than in any evaluation.
@@ -37,10 +37,10 @@ def compare(
 ) -> dict[str, Tensor]:
     """Training curves, (steps, seeds), of an optimizer, its start, AdamW and μAdam at a width."""
     task = tasks.get(f"{r.kind}_w{width}_d{r.depth}", batch_size=r.batch_size)
-    here = stacked.with_rules(task, r.mup)
-    curves = {r.name: stacked.train(here, lo, r.unroll, seeds, device=device)}
+    here = training.with_rules(task, r.mup)
+    curves = {r.name: training.train(here, lo, r.unroll, seeds, device=device)}
     start = metatrain.new_lo(r, device)
-    curves["its start"] = stacked.train(here, start, r.unroll, seeds, device=device)
+    curves["its start"] = training.train(here, start, r.unroll, seeds, device=device)
     for which, name in baselines.NAMES.items():
         values = baselines.best(which, r.kind, r.unroll)
         if values is None:  # tune the rate, on the widest of the meta-training tasks
@@ -50,8 +50,8 @@ def compare(
             )
             values = found[0]
         adam = baselines.adam(values, len(seeds))
-        there = stacked.with_rules(task, which == "muadam")
-        curves[f"tuned {name}"] = stacked.train(there, adam, r.unroll, seeds, device=device)
+        there = training.with_rules(task, which == "muadam")
+        curves[f"tuned {name}"] = training.train(there, adam, r.unroll, seeds, device=device)
     return curves
 
 
@@ -74,7 +74,7 @@ def close(run: metatrain.Run, device: str) -> str:
     for ax, (w, found) in zip(axes[1:], curves.items(), strict=True):
         for name, losses in found.items():
             ax.plot(smooth(losses.mean(1)), label=name)
-        low = min(float(stacked.end(x).mean()) for x in found.values())
+        low = min(float(training.end(x).mean()) for x in found.values())
         ax.set(xlabel="step", ylabel="training loss", title=f"{r.kind}, width {w}")
         ax.set_ylim(0.8 * low, 1.1 * float(found[r.name][0].mean()))
         ax.legend()
@@ -85,7 +85,7 @@ def close(run: metatrain.Run, device: str) -> str:
         f"{metatrain.mean_loss(run.rows[-20:]):.3f} in {run.seconds / 60:.1f} minutes."
     ]
     for w, found in curves.items():
-        ends = {k: float(stacked.end(x).mean()) for k, x in found.items()}
+        ends = {k: float(training.end(x).mean()) for k, x in found.items()}
         others = ", ".join(f"{k} {x:.3f}" for k, x in ends.items() if k != r.name)
         nets = found[r.name].shape[1]
         nets = "one net" if nets == 1 else f"{nets} nets"
@@ -112,12 +112,12 @@ def validate(
     widest = max(metatrain.recipe("mulo_m", r["scale"]).widths)  # alike for _s and _m
     for times, depth, horizon, schedule in VALIDATION:
         task = tasks.get(f"{r['kind']}_w{int(times * widest)}_d{depth}", batch_size=r["batch_size"])
-        task, steps = stacked.with_rules(task, r["mup"]), horizon * r["unroll"]
+        task, steps = training.with_rules(task, r["mup"]), horizon * r["unroll"]
         name = f"{task.name}, {steps} steps, {schedule}"
         if known and name in known:
             scores[name] = known[name]
             continue
-        losses = stacked.train(
+        losses = training.train(
             task,
             lo,
             steps,
@@ -126,7 +126,7 @@ def validate(
             device=device,
         )
         bound = 1.5 * math.log(task.classes)
-        end = stacked.end(losses).nan_to_num(nan=bound).clamp_max(bound)
+        end = training.end(losses).nan_to_num(nan=bound).clamp_max(bound)
         scores[name] = float(end.mean())
     return scores
 

@@ -14,8 +14,9 @@ width and depth will do (a resnet has 18 layers, and its name no depth). The pap
 in32_mlp, in64_mlp, c10_mlp, vit and resnet (ImageNet at 32x32) and lm (LM1B). The others are ours,
 the same models on data that needs no download (fashion, fashion8, pixels, teacher) or on data of
 one's own: c10_vit and c10_resnet on CIFAR-10, text_lm on any text. Tasks are the same code in SP
-and μP: `rules` says which of μP's rules are on. The models themselves are in `models.py`, the data
-sets in `data.py`.
+and μP: `rules` says which of μP's rules are on. The models themselves are in
+`optimizees/models.py`, the data
+sets in `optimizees/datasets.py`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import data
-import datafiles
-import mup
-from models import LM, MLP, ResNet, ViT
+import roles
+from optimizees import datasets, files
+from optimizees.models import LM, MLP, ResNet, ViT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Task:
 
     name: str
     family: str  # "mlp", "vit", "lm" or "resnet"
-    dataset: str  # a name that data.load knows
+    dataset: str  # a name that datasets.load knows
     width: int
     depth: int  # weight layers (mlp), blocks (vit, lm); a resnet has 18 layers
     shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (length,)
@@ -56,7 +56,7 @@ class Task:
     heads: int = 0
     patch: int = 0
     size: int | None = None  # images are pooled to this size
-    rules: tuple[str, ...] = mup.ALL  # μP; () is SP
+    rules: tuple[str, ...] = roles.ALL  # μP; () is SP
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(self.rules))  # a list would not hash
@@ -88,7 +88,7 @@ class Task:
         """The model without memory, on the meta device, to be called with parameters."""
         with torch.device("meta"):
             model = self.build()
-        mup.multiply_outputs_(model, self.roles(), self.rules)
+        roles.multiply_outputs_(model, self.roles(), self.rules)
         return model
 
     def init(
@@ -99,17 +99,17 @@ class Task:
     ) -> dict[str, Tensor]:
         """Initial parameters of `particles` nets, (particles, ...) each, on the generator's device.
 
-        By role as in mup.init_, but biases are the paper's code's: N(0, 1) under μP, zero in SP.
+        By role as in roles.init_, but biases are the paper's code's: N(0, 1) under μP, zero in SP.
         """
         roles, params = self.roles(), {}
-        for w in mup.weights_of(self.skeleton()):
+        for w in roles.weights_of(self.skeleton()):
             role = roles[w.name]
             if w.kind == "vector":
-                std = float("init" in self.rules and isinstance(w.module, mup.LAYERS))
+                std = float("init" in self.rules and isinstance(w.module, roles.LAYERS))
             else:
-                std = w.fan_in ** (mup.power(role, "init", self.rules) / 2)
+                std = w.fan_in ** (roles.power(role, "init", self.rules) / 2)
             p = torch.zeros(particles, *w.param.shape, device=generator.device)
-            if isinstance(w.module, mup.NORMS) and w.name.endswith("weight"):
+            if isinstance(w.module, roles.NORMS) and w.name.endswith("weight"):
                 p += 1
             elif std and not (role == "output" and zero_output):
                 p.normal_(0, std, generator=generator)
@@ -124,10 +124,10 @@ class Task:
         return model
 
     def data(self, data_dir: str | None = None, device: str = "cpu", **options):
-        """The data set: see data.load for where it is looked for and for the options."""
+        """The data set: see datasets.load for where it is looked for and for the options."""
         if self.family == "lm":
             options["seq_len"] = self.shape[0]
-        found = data.load(self.dataset, data_dir, device, size=self.size, **options)
+        found = datasets.load(self.dataset, data_dir, device, size=self.size, **options)
         if (found.shape, found.classes) != (self.shape, self.classes):
             raise ValueError(
                 f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
@@ -165,7 +165,7 @@ class Task:
 
 @functools.cache
 def _roles(task: Task) -> dict[str, str]:
-    return mup.infer_roles(task.build, task.width)
+    return roles.infer_roles(task.build, task.width)
 
 
 @functools.cache
@@ -207,7 +207,7 @@ KINDS = {
     "fashion8_mlp": Kind("mlp", "fashion10k", (1, 8, 8), 10, 64, size=8),
     "teacher_mlp": Kind("mlp", "teacher", (64,), 10, 64),
     "fashion_vit": Kind("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2, size=14),
-    "pixels_lm": Kind("lm", "pixels", (64,), data.GREYS + 1, 64),
+    "pixels_lm": Kind("lm", "pixels", (64,), datasets.GREYS + 1, 64),
     "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64, size=14),
     "c10_vit": Kind("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
     "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
@@ -282,7 +282,7 @@ def _list() -> None:
 def _show(name: str) -> None:
     task, roles = get(name), get(name).roles()
     print(f"{task}\n\n{'parameter':32}{'shape':>20}  role     fan_in")
-    for w in mup.weights_of(task.skeleton()):
+    for w in roles.weights_of(task.skeleton()):
         print(f"{w.name:32}{tuple(w.param.shape)!s:>20}  {roles[w.name]:8} {w.fan_in}")
     print(f"{_count(task):,} parameters")
 
@@ -298,7 +298,7 @@ def main() -> None:
         if not args.what:
             _list()
         elif args.what[0] == "download" and len(args.what) == 2:
-            datafiles.download(args.what[1], args.data_dir)
+            files.download(args.what[1], args.data_dir)
         elif len(args.what) == 1 and args.what[0] != "download":
             _show(args.what[0])
         else:

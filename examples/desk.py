@@ -23,8 +23,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import checkpoints
 import mulo
-import stacked
 import tasks
+import training
 
 TASK, STEPS = "fashion8_mlp_w64_d3", 200
 
@@ -46,7 +46,7 @@ def write(folder: Path) -> None:
     about = {
         "steps": STEPS,
         "multiplier": 1 / task.width,  # of the output layer, under μP
-        "lr_scale": stacked.update_scales(task),
+        "lr_scale": training.update_scales(task),
         "arrays": [[k, list(x.shape), str(x.dtype)] for k, x in arrays.items()],
     }
     content = b"".join(np.ascontiguousarray(x).tobytes() for x in arrays.values())
@@ -57,7 +57,7 @@ def write(folder: Path) -> None:
 def train(optimizer: Callable[[list[dict]], torch.optim.Optimizer]) -> float:
     """STEPS steps of an optimizer, given param groups; the loss on the last batch."""
     task, model, batches = desk()
-    scales = stacked.update_scales(task)
+    scales = training.update_scales(task)
     opt = optimizer([{"params": [p], "scale": scales[k]} for k, p in model.named_parameters()])
     for batch in batches[:STEPS]:
         opt.zero_grad()

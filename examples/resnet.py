@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import data
+from optimizees import datasets
 
 
 class Block(nn.Module):
@@ -61,11 +61,11 @@ def main() -> float:
     if args.width % 32:
         raise ValueError(f"--width must be a multiple of 32, not {args.width}.")
     try:
-        images = data.load("cifar10", data_dir=args.data_dir)
+        images = datasets.load("cifar10", data_dir=args.data_dir)
     except FileNotFoundError:
         if args.data_dir is not None:
             raise
-        images = data.load("fashion10k", size=14)
+        images = datasets.load("fashion10k", size=14)
         print("no CIFAR-10 (python tasks.py download cifar10): 14x14 Fashion-MNIST instead")
 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:

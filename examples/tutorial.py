@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import features
 import metatrain
 import mulo
-import mup
+import roles
 import rule
-import stacked
 import tasks
+import training
 from pes import pes_gradient, unflatten
 
 torch.set_num_threads(1)  # these nets are so small that threads would only wait for each other
@@ -71,8 +71,8 @@ def train(update, steps=150):
     generator = torch.Generator().manual_seed(0)
     theta, memory, losses = task.init(1, generator), {}, []  # the net: {name: (1, *shape)}
     for t in range(steps):
-        batch = stacked.batches(data, [generator], task.batch_size)
-        loss, grads = stacked.gradients(task, theta, batch)
+        batch = training.batches(data, [generator], task.batch_size)
+        loss, grads = training.gradients(task, theta, batch)
         for name, g in grads.items():
             theta[name], memory[name] = update(theta[name], g, memory.get(name), t)
         losses.append(float(loss))
@@ -109,8 +109,8 @@ print(new_p - p)
 
 # %%
 steps = 100
-start = stacked.train(task, lo, steps, seeds=[0, 1, 2])  # (steps, seeds): the losses on the way
-trained = stacked.train(task, mulo.load("mulo_m"), steps, seeds=[0, 1, 2])
+start = training.train(task, lo, steps, seeds=[0, 1, 2])  # (steps, seeds): the losses on the way
+trained = training.train(task, mulo.load("mulo_m"), steps, seeds=[0, 1, 2])
 print(f"3-5. meta-loss over {steps} steps: random {start.mean():.3f}, trained {trained.mean():.3f}")
 unrolls = {"random phi": start.mean(1), "meta-trained phi": trained.mean(1)}
 show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "loss", ylim=(0, 3))
@@ -123,7 +123,7 @@ show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "lo
 # noisier that gradient.
 
 # %%
-opt = stacked.Learned(lo.config, task)
+opt = training.Learned(lo.config, task)
 flat = torch.nn.utils.parameters_to_vector(lo.parameters()).detach()
 
 
@@ -133,7 +133,7 @@ def last_loss(phi, T, seed, graph=False):
     theta = {k: p.repeat_interleave(P, 0) for k, p in task.init(1, generator).items()}
     net, state = opt.prepare(unflatten(phi, lo)), opt.init(theta, {})
     for t in range(T + 1):
-        batch = stacked.batches(data, [generator], task.batch_size, copies=P)
+        batch = training.batches(data, [generator], task.batch_size, copies=P)
         theta = {k: p if p.requires_grad else p.requires_grad_() for k, p in theta.items()}
         loss = task.losses(theta, batch)
         if t == T:
@@ -205,15 +205,15 @@ show("8_meta", {"my μLO": (range(len(meta_losses)), meta_losses)}, "outer step"
 #
 # The same step on a wider net moves its outputs more: a sum over more inputs. An optimizer that was
 # meta-trained on narrow nets is then off. μP scales by role (hidden updates by 1/fan_in, the output
-# by 1/fan_in, `mup.py`), so that every width looks alike. The two optimizers are the shipped ones,
+# by 1/fan_in, `roles.py`), so that every width looks alike. The two optimizers are shipped ones,
 # meta-trained at widths 16 to 64, one in SP and one under μP, each with the λ1 of the paper.
 
 # %%
 widths, ends = (64, 256, 1024), {"lo_m": [], "mulo_m": []}
 for name, found in ends.items():
     for width in widths:
-        wide = tasks.get(f"fashion8_mlp_w{width}_d3", rules=mup.ALL if name == "mulo_m" else ())
-        found.append(float(stacked.train(wide, mulo.load(name), 100, seeds=[0])[-20:].mean()))
+        wide = tasks.get(f"fashion8_mlp_w{width}_d3", rules=roles.ALL if name == "mulo_m" else ())
+        found.append(float(training.train(wide, mulo.load(name), 100, seeds=[0])[-20:].mean()))
     print(f"9. {name}: loss after 100 steps at widths {widths}: {[round(x, 3) for x in found]}")
 show("9_width", {k: (widths, x) for k, x in ends.items()}, "width", "loss", xscale="log")
 

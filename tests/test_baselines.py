@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import baselines
-import stacked
 import tasks
+import training
 
 TASK = tasks.get("fashion8_mlp_w16_d3", batch_size=16)
 
@@ -29,13 +29,13 @@ def test_tuning_sorts_by_final_loss_and_survives_divergence():
     assert losses == sorted(losses)
     assert 1e-3 < found[0]["lr"] < 0.1
     values = {k: torch.tensor([found[0][k]] * 2) for k in baselines.FIELDS}
-    task = stacked.with_rules(TASK, False)
-    again = stacked.train(task, baselines.adam(values), 20, [0, 1])
-    assert float(stacked.end(again).mean()) == pytest.approx(losses[0], rel=1e-4)
+    task = training.with_rules(TASK, False)
+    again = training.train(task, baselines.adam(values), 20, [0, 1])
+    assert float(training.end(again).mean()) == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_nan_comes_last(monkeypatch):
-    monkeypatch.setattr(stacked, "train", lambda *a, copies, **k: torch.tensor([[math.nan, 1, 2]]))
+    monkeypatch.setattr(training, "train", lambda *a, copies, **k: torch.tensor([[math.nan, 1, 2]]))
     monkeypatch.setitem(baselines.GRIDS, "adamw", {"lr": [0.1, 0.2, 0.3]})
     found = baselines.tune("adamw", TASK, 1, [0], fixed=baselines.USUAL)
     assert [c["lr"] for c in found] == [0.2, 0.3, 0.1]

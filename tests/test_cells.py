@@ -10,9 +10,9 @@ import baselines
 import cells
 import metatrain
 import mulo
-import mup
-import stacked
+import roles
 import tasks
+import training
 
 TASK = "fashion8_mlp_w8_d3"
 
@@ -31,10 +31,10 @@ def run_folder(tmp_path):
 
 
 def test_contenders(run_folder):
-    assert cells.contender("muadam") == cells.Contender("muadam", mup.ALL)
+    assert cells.contender("muadam") == cells.Contender("muadam", roles.ALL)
     assert cells.contender("adamw").rules == ()
     shipped, run = cells.contender("mulo_m"), cells.contender(str(run_folder))
-    assert (shipped.name, shipped.rules) == ("mulo_m", mup.ALL)
+    assert (shipped.name, shipped.rules) == ("mulo_m", roles.ALL)
     assert (run.name, run.rules) == ("lo_m_seed3", ())
     with pytest.raises(FileNotFoundError, match="no learned optimizer 'sgd'"):
         cells.contender("sgd")
@@ -46,12 +46,14 @@ def test_finished_cells_are_not_run_again(tmp_path, monkeypatch, run_folder):
     first = table.losses(job(who, 60, [0, 1]))
     assert first.shape == (50, 2)
     task, batches = tasks.get(TASK, rules=()), [cells.BATCHES, cells.BATCHES + 1]
-    expected = stacked.train(task, who.lo, 60, [0, 1], data_seeds=batches)
+    expected = training.train(task, who.lo, 60, [0, 1], data_seeds=batches)
     torch.testing.assert_close(first[0], expected[:2].mean(0), rtol=0, atol=6e-5)
     torch.testing.assert_close(first[-1], expected[-1:].mean(0), rtol=0, atol=6e-5)
 
-    trained, train = [], stacked.train
-    monkeypatch.setattr(stacked, "train", lambda *a, **k: (trained.append(a[3]), train(*a, **k))[1])
+    trained, train = [], training.train
+    monkeypatch.setattr(
+        training, "train", lambda *a, **k: (trained.append(a[3]), train(*a, **k))[1]
+    )
     again = cells.Cells(tmp_path)
     assert torch.equal(again.losses(job(who, 60, [1, 0])), first.flip(1))
     assert trained == []

@@ -12,8 +12,8 @@ import evaluate
 import experiments
 import metatrain
 import report
-import stacked
 import tasks
+import training
 from cells import Cells, Job, contender
 from experiments import SMOKE
 
@@ -43,7 +43,7 @@ def test_smoke(name, tuned, tmp_path, monkeypatch):
     assert len((tmp_path / f"{name}.csv").read_text().splitlines()) > 3
     if name != "rank":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(stacked, "train", lambda *a, **k: pytest.fail("trained again"))
+    monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("trained again"))
     monkeypatch.setattr(metatrain, "Trainer", lambda *a, **k: pytest.fail("meta-trained again"))
     assert evaluate.EXPERIMENTS[name](SUITE, Cells(tmp_path), tmp_path) == found
     report.keep(found, name, tmp_path)
@@ -56,8 +56,8 @@ def test_smoke(name, tuned, tmp_path, monkeypatch):
 
 def test_end_is_the_last_tenth():
     losses = torch.arange(50.0).unsqueeze(1)
-    assert float(stacked.end(losses)) == 47
-    assert float(stacked.end(losses, 0.2)) == 9
+    assert float(training.end(losses)) == 47
+    assert float(training.end(losses, 0.2)) == 9
 
 
 def test_rank_counts_divergence_as_guessing(tmp_path, tuned):

@@ -19,8 +19,8 @@ import inductor
 import lo
 import mulo
 import rule
-import stacked
 import tasks
+import training
 from lo import LOConfig
 
 pytestmark = [
@@ -226,13 +226,13 @@ def test_quick_functions():
 
 
 def test_particles():
-    """The nets of meta-training: `stacked.Learned`, with weights and a time to each."""
+    """The nets of meta-training: `training.Learned`, with weights and a time to each."""
     task, phi = tasks.get("fashion8_mlp_w16_d3"), network(SMALL, copies=3)
     theta = task.init(3, torch.Generator().manual_seed(0))
     grads = {k: torch.randn(p.shape) for k, p in theta.items()}
     found = []
     for how in (False, True):
-        opt, now = stacked.Learned(SMALL, task, how), {k: p.clone() for k, p in theta.items()}
+        opt, now = training.Learned(SMALL, task, how), {k: p.clone() for k, p in theta.items()}
         state = opt.init(now, phi)
         for t in range(2):
             net, t = opt.prepare(phi), torch.tensor([0.0, 5.0, 90.0]) + t
@@ -262,7 +262,7 @@ def test_a_step_of_training_in_one_graph(config, tmp_path):
     batches = [task.data().batch(gen, 8, 3) for _ in range(3)]
     found = []
     for how in (False, True):
-        opt, theta = stacked.Learned(config, task, how), {k: p.clone() for k, p in start.items()}
+        opt, theta = training.Learned(config, task, how), {k: p.clone() for k, p in start.items()}
         state, net = opt.init(theta, phi, torch.full((3,), 9.0)), opt.prepare(phi)
         for n, batch in enumerate(batches):
             t = torch.tensor([0.0, 5.0, 90.0]) + n
@@ -288,16 +288,16 @@ def test_a_step_of_training_a_transformer(monkeypatch):
         graph.compiled.current_callable = lambda tensors: traced(*tensors)
 
     monkeypatch.setattr(inductor, "compile_fx", run)
-    monkeypatch.setattr(stacked.Advance, "graphs", {})
+    monkeypatch.setattr(training.Advance, "graphs", {})
     task, phi, gen = tasks.get("pixels_lm_w16_d1"), network(), torch.Generator().manual_seed(0)
     start, batch, found = task.init(2, gen), task.data().batch(gen, 4, 2), []
     batch[2][:, :, 50:] = False  # padding
     for how in (False, True):
-        opt, theta = stacked.Learned(SMALL, task, how), {k: p.clone() for k, p in start.items()}
+        opt, theta = training.Learned(SMALL, task, how), {k: p.clone() for k, p in start.items()}
         state, net = opt.init(theta, phi), opt.prepare(phi)
         losses, _, theta = opt.advance(net, state, theta, batch, torch.zeros(2))
         found.append({"losses": losses} | theta)
-    assert len(stacked.Advance.graphs) == 1
+    assert len(training.Advance.graphs) == 1
     for k, x in found[0].items():
         torch.testing.assert_close(found[1][k], x, rtol=1e-5, atol=1e-5 * float(x.abs().max()))
 
@@ -381,12 +381,12 @@ def test_where_compiling_fails_there_is_one_warning(monkeypatch):
     stepped_with_one_warning(monkeypatch, "cannot compile for cpu.*AttributeError")
 
     task = tasks.get("fashion8_mlp_w16_d2")
-    opt, theta = stacked.Learned(SMALL, task, True), task.init(2, torch.Generator())
+    opt, theta = training.Learned(SMALL, task, True), task.init(2, torch.Generator())
     batch = task.data().batch(torch.Generator(), 4, 2)
     net, state = opt.prepare(network()), opt.init(theta, network())
     expected = task.losses(theta, batch)
     monkeypatch.setattr(fused, "_available", {"cpu": True})
-    monkeypatch.setattr(stacked.Advance, "graphs", {})
+    monkeypatch.setattr(training.Advance, "graphs", {})
     with pytest.warns(UserWarning, match="fashion8_mlp_w16_d2 cannot be compiled as one graph"):
         losses, *_ = opt.advance(net, state, theta, batch, torch.zeros(2))
     torch.testing.assert_close(losses, expected)

@@ -11,8 +11,8 @@ from golden_files import GOLDEN
 
 import bench
 import metatrain
-import mup
 import pes
+import roles
 from pes import pes_gradient
 
 ROOT = Path(__file__).parents[1]
@@ -367,7 +367,7 @@ def test_schedule_of_the_rate():
     assert rates[20] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("name", "rules"), [("mulo_m", mup.ALL), ("velo_m", ())])
+@pytest.mark.parametrize(("name", "rules"), [("mulo_m", roles.ALL), ("velo_m", ())])
 def test_tasks_have_the_recipes_parametrization(name, rules):
     assert [task.rules for task in trainer_of(name).tasks] == [rules, rules]
 

@@ -10,7 +10,7 @@ import torch
 import ablate
 import evaluate
 import report
-import stacked
+import training
 from cells import Cells
 from experiments import Suite
 
@@ -22,7 +22,7 @@ FOUND = [name for name in report.CLAIMS if (RESULTS / f"{name}.json").exists()]
 @pytest.mark.parametrize("name", FOUND)
 def test_results_follow_from_the_losses(name, tmp_path, monkeypatch):
     """Table, sentence and checks are drawn anew, and nothing has to be trained for that."""
-    monkeypatch.setattr(stacked, "train", lambda *a, **k: pytest.fail("a cell is missing"))
+    monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("a cell is missing"))
     monkeypatch.setattr(ablate.Training, "run", lambda *a, **k: pytest.fail("a run is missing"))
     shutil.copytree(RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("*.png"))
     out = tmp_path / "results"

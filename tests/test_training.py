@@ -7,10 +7,10 @@ import torch
 
 import lo as lo_module
 import mulo
-import mup
+import roles
 import rule
-import stacked
 import tasks
+import training
 
 TASK = tasks.get("fashion8_mlp_w12_d3", batch_size=16)
 
@@ -25,7 +25,7 @@ def random_lo(net, seed, **config):
     return lo
 
 
-@pytest.mark.parametrize("rules", [mup.ALL, ()], ids=["mup", "SP"])
+@pytest.mark.parametrize("rules", [roles.ALL, ()], ids=["mup", "SP"])
 @pytest.mark.parametrize(
     ("net", "config"),
     [("small_fc", {}), ("velo", {}), ("velo", {"param_scale_mult": True})],
@@ -48,13 +48,13 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
     ]
     theta = {k: torch.stack([dict(m.named_parameters())[k].detach() for m in models])
              for k in roles}  # fmt: skip
-    opt = stacked.Learned(los[0].config, task)
+    opt = training.Learned(los[0].config, task)
     state = opt.init(theta, phi, torch.tensor(horizons, dtype=torch.float32))
     net, data = opt.prepare(phi), task.data()
     before = {k: p.clone() for k, p in theta.items()}
     for t in range(steps):
-        batch = stacked.batches(data, gens, task.batch_size)
-        losses, grads = stacked.gradients(task, theta, batch)
+        batch = training.batches(data, gens, task.batch_size)
+        losses, grads = training.gradients(task, theta, batch)
         now = torch.full((P,), float(t))
         state, theta = opt.step(net, state, theta, grads, losses, now)
         for k, (model, single) in enumerate(zip(models, singles, strict=True)):
@@ -72,11 +72,11 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
 def test_large_stacks_step_in_place(monkeypatch):
     """Beyond a size the blocked step is taken: the same losses."""
     lo = random_lo("small_fc", 0, lam1=0.1)
-    small = stacked.train(TASK, lo, 8, [0, 1])
+    small = training.train(TASK, lo, 8, [0, 1])
     original, calls = rule.step_, []
     monkeypatch.setattr(rule, "step_", lambda *a: (calls.append(a), original(*a))[1])
-    monkeypatch.setattr(stacked, "LARGE", 100)
-    large = stacked.train(TASK, lo, 8, [0, 1])
+    monkeypatch.setattr(training, "LARGE", 100)
+    large = training.train(TASK, lo, 8, [0, 1])
     torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-4)
     assert len(calls) == 8 * 3  # the weight matrices; biases are small
 
@@ -95,11 +95,11 @@ def test_adam_is_torchs():
                           weight_decay=float(decay[k]))
         for k, m in enumerate(models)
     ]  # fmt: skip
-    opt, data = stacked.Adam(task, lr, b1, b2, decay), task.data()
+    opt, data = training.Adam(task, lr, b1, b2, decay), task.data()
     state = opt.init(theta)
     for t in range(8):
-        batch = stacked.batches(data, gens, task.batch_size)
-        _, grads = stacked.gradients(task, theta, batch)
+        batch = training.batches(data, gens, task.batch_size)
+        _, grads = training.gradients(task, theta, batch)
         for k, (model, single) in enumerate(zip(models, singles, strict=True)):
             for name, p in model.named_parameters():
                 p.grad = grads[name][k].clone()
@@ -114,7 +114,7 @@ def test_muadam_scales_hidden_updates():
     """At the first step Adam's update is lr * sign(g): hidden weights get lr / fan_in."""
     theta = TASK.init(1, torch.Generator().manual_seed(0))
     before = {k: p.clone() for k, p in theta.items()}
-    opt = stacked.Adam(TASK, torch.tensor([0.5]))
+    opt = training.Adam(TASK, torch.tensor([0.5]))
     grads = {k: torch.randn_like(p) for k, p in theta.items()}
     opt.step(opt.init(theta), theta, grads, 0)
     roles = TASK.roles()
@@ -127,18 +127,18 @@ def test_muadam_scales_hidden_updates():
 def test_copies_of_a_seed_see_the_same():
     """Copies share init and batches: equal rates give equal curves; a seed alone gives the same."""
     lr = torch.tensor([1e-3, 1e-3, 1e-2, 1e-2, 1e-3, 1e-3])
-    losses = stacked.train(TASK, lambda task: stacked.Adam(task, lr), 5, [3, 4], copies=3)
+    losses = training.train(TASK, lambda task: training.Adam(task, lr), 5, [3, 4], copies=3)
     assert losses.shape == (5, 6)
     assert torch.equal(losses[:, :2], losses[:, 4:])
     assert not torch.allclose(losses[2:, :2], losses[2:, 2:4])
-    alone = stacked.train(TASK, lambda task: stacked.Adam(task, lr[:1]), 5, [4])
+    alone = training.train(TASK, lambda task: training.Adam(task, lr[:1]), 5, [4])
     torch.testing.assert_close(losses[:, 1:2], alone)
 
 
 def test_schedule_drives_the_learned_optimizer():
     lo = random_lo("small_fc", 0, lam1=0.1)
-    still = stacked.train(TASK, lo, 4, [0], schedule=lambda t: 0.0)
-    moving = stacked.train(TASK, lo, 4, [0])
+    still = training.train(TASK, lo, 4, [0], schedule=lambda t: 0.0)
+    moving = training.train(TASK, lo, 4, [0])
     assert torch.equal(still[0], moving[0])
     assert not torch.allclose(still[1:], moving[1:])
 
@@ -146,20 +146,20 @@ def test_schedule_drives_the_learned_optimizer():
 def test_a_schedule_takes_the_place_of_annealing():
     lo = random_lo("small_fc", 0, lam1=0.1, t_max=1.0, anneal=2.0)
     plain = lo.with_config(anneal=0.0)
-    annealed, constant = (stacked.train(TASK, x, 6, [0]) for x in (lo, plain))
+    annealed, constant = (training.train(TASK, x, 6, [0]) for x in (lo, plain))
     assert torch.equal(annealed[:3], constant[:3])  # t = 0 and 1 are within the horizon
     assert not torch.allclose(annealed[3:], constant[3:])
-    runs = (stacked.train(TASK, x, 6, [0], schedule=lambda t: 0.5) for x in (lo, plain))
+    runs = (training.train(TASK, x, 6, [0], schedule=lambda t: 0.5) for x in (lo, plain))
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
 def test_nets_of_all_widths_see_the_same_batches(monkeypatch):
-    drawn, draw = [], stacked.batches
-    monkeypatch.setattr(stacked, "batches", lambda *a: (drawn.append(draw(*a)), drawn[-1])[1])
+    drawn, draw = [], training.batches
+    monkeypatch.setattr(training, "batches", lambda *a: (drawn.append(draw(*a)), drawn[-1])[1])
     for width, data_seeds in ((8, [5]), (16, [5]), (8, None), (16, None)):
         task = tasks.get(f"fashion8_mlp_w{width}_d3")
-        adam = stacked.Adam(task, torch.ones(1))
-        stacked.train(task, lambda task, adam=adam: adam, 1, [3], data_seeds=data_seeds)
+        adam = training.Adam(task, torch.ones(1))
+        training.train(task, lambda task, adam=adam: adam, 1, [3], data_seeds=data_seeds)
     one, same, own, other = (x[0] for x in drawn)
     assert torch.equal(one, same)
     assert not torch.equal(own, other)  # there the initial weights have used the same generator

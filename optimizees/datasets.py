@@ -8,7 +8,8 @@
 A data set is an array that sits on the device, and a batch is one gather from it at indices drawn
 (uniformly, with replacement) from the generator that is passed: same seed, same batches. Every data
 set has `classes`, `shape` (of one input) and `batch`. The paper's are imagenet32, imagenet64,
-cifar10 and lm1b; fashion10k, fashion, teacher and text:<path> are ours. `datafiles.py` reads them.
+cifar10 and lm1b; fashion10k, fashion, teacher and text:<path> are ours. `files.py` reads
+them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import datafiles
+from optimizees import files
 
-EMBEDDED = Path(__file__).parent / "data" / "fashion10k"
+EMBEDDED = Path(__file__).parents[1] / "data" / "fashion10k"
 
 # Mean and std of the pixels (0..255) by channel. Fashion-MNIST's are measured on its 60,000
 # training images, CIFAR-10's are the usual ones, ImageNet's the usual ones of full resolution.
@@ -238,36 +239,34 @@ def load(
     should be, check=False files laid out like the published ones that differ from them.
     """
     kind, _, path = name.partition(":")
-    if kind not in datafiles.SETS or bool(path) != (kind == "text"):
-        near = difflib.get_close_matches(name, datafiles.SETS, 1)
+    if kind not in files.SETS or bool(path) != (kind == "text"):
+        near = difflib.get_close_matches(name, files.SETS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown data set {name!r}: {hint}There are {', '.join(datafiles.SETS)}:<path>."
+            f"unknown data set {name!r}: {hint}There are {', '.join(files.SETS)}:<path>."
         )
-    if split not in datafiles.SETS[kind][0]:
-        raise ValueError(
-            f"{name} has no split {split!r}: use {' or '.join(datafiles.SETS[kind][0])}."
-        )
+    if split not in files.SETS[kind][0]:
+        raise ValueError(f"{name} has no split {split!r}: use {' or '.join(files.SETS[kind][0])}.")
     if size is not None and kind in ("teacher", "lm1b", "text", "pixels"):
         raise ValueError(f"size={size} is for images and {name} has none: leave it out.")
-    root = datafiles.data_dir_or_default(data_dir)
+    root = files.data_dir_or_default(data_dir)
     if kind == "teacher":
         return Teacher(device=device)
     if kind == "text":
         found = Path(path) if Path(path).is_file() else root / path
-        return Tokens(datafiles.read_text(found), 256, seq_len, device)
+        return Tokens(files.read_text(found), 256, seq_len, device)
     if kind == "lm1b":
-        rows, classes = datafiles.read_lm1b(root / kind, split, seq_len, tokenizer, partial, check)
+        rows, classes = files.read_lm1b(root / kind, split, seq_len, tokenizer, partial, check)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
     if kind in ("fashion10k", "pixels"):
-        x, y = datafiles.read_fashion("fashion10k", EMBEDDED, "t10k", True)
+        x, y = files.read_fashion("fashion10k", EMBEDDED, "t10k", True)
     elif kind == "fashion":
         prefix = "train" if split == "train" else "t10k"
-        x, y = datafiles.read_fashion(kind, root / "fashion-mnist", prefix, check)
+        x, y = files.read_fashion(kind, root / "fashion-mnist", prefix, check)
     elif kind == "cifar10":
-        x, y = datafiles.read_cifar10(root / kind, split, partial, check)
+        x, y = files.read_cifar10(root / kind, split, partial, check)
     else:
-        x, y = datafiles.read_imagenet(kind, root / kind, split)
+        x, y = files.read_imagenet(kind, root / kind, split)
     mean, std = STATISTICS[kind]
     classes = 1000 if kind.startswith("imagenet") else 10
     images = Images(torch.from_numpy(x), torch.from_numpy(y), classes, mean, std)

@@ -1,7 +1,7 @@
 """The optimizees of the paper: MLP, ViT, decoder-only transformer and ResNet.
 
 Plain modules of any width, with nothing of μP in them but the scale of attention logits, which they
-are given. How they are initialised, and their outputs multiplied, is `mup.py`'s business.
+are given. How they are initialised, and their outputs multiplied, is `roles.py`'s business.
 """
 
 from __future__ import annotations

@@ -7,16 +7,16 @@ import pytest
 import torch
 from data_files import ALL, cifar, put, refused, seed
 
-import data
+from optimizees import datasets
 
 # Images and their batches
 
 
-def images(n: int = 50, shape=(3, 4, 4), **kwargs) -> data.Images:
+def images(n: int = 50, shape=(3, 4, 4), **kwargs) -> datasets.Images:
     x = torch.randint(256, (n, *shape), generator=seed(1)).byte()
     channels = shape[0]
     mean, std = [100.0 + c for c in range(channels)], [50.0 + c for c in range(channels)]
-    return data.Images(x, torch.arange(n) % 10, 10, mean, std, **kwargs)
+    return datasets.Images(x, torch.arange(n) % 10, 10, mean, std, **kwargs)
 
 
 def test_batch_gathers_and_normalises():
@@ -36,9 +36,9 @@ def test_same_seed_same_batches_on_any_sequence_of_calls(name):
     rows = torch.randint(9, (30, 6), generator=seed(2))
     make = {
         "images": images,
-        "tokens": lambda: data.Tokens(torch.arange(100), 100, 5),
-        "rows": lambda: data.Tokens(rows, 9, 5),
-        "teacher": data.Teacher,
+        "tokens": lambda: datasets.Tokens(torch.arange(100), 100, 5),
+        "rows": lambda: datasets.Tokens(rows, 9, 5),
+        "teacher": datasets.Teacher,
     }[name]
     a, b, ga, gb = make(), make(), seed(3), seed(3)
     seen = []
@@ -104,13 +104,13 @@ def test_memory_is_used_again_at_once():
 
 
 def test_what_does_not_fit_stays_and_batches_move(monkeypatch):
-    monkeypatch.setattr(data, "_place", lambda x, device: x)
+    monkeypatch.setattr(datasets, "_place", lambda x, device: x)
     d = images(device="meta")  # stands for a device that is too small
     assert d.x.device.type == "cpu"
     x, y = d.batch(seed(), 6, 2)
     assert x.device.type == y.device.type == "meta"
     assert x.shape == (2, 6, 3, 4, 4)
-    t = data.Tokens(torch.arange(50), 50, 8, device="meta")
+    t = datasets.Tokens(torch.arange(50), 50, 8, device="meta")
     assert t.data.device.type == "cpu"
     assert {v.device.type for v in t.batch(seed(), 3)} == {"meta"}
 
@@ -118,7 +118,7 @@ def test_what_does_not_fit_stays_and_batches_move(monkeypatch):
 def test_pool_by_hand():
     x = torch.arange(16).view(1, 1, 4, 4).byte()
     x[0, 0, 0, 0] = 255
-    d = data.Images(x, torch.zeros(1).long(), 10, [0.0], [1.0])
+    d = datasets.Images(x, torch.zeros(1).long(), 10, [0.0], [1.0])
     # means of the 2x2 blocks: (255+1+4+5)/4 = 66.25, 4.5 (to even), 10.5 (to even), 12.5 (to even)
     assert d.pool(2).x.flatten().tolist() == [66, 4, 10, 12]
     assert d.pool(1).x.item() == round((255 + sum(range(1, 16))) / 16)
@@ -135,21 +135,21 @@ def test_pool_by_hand():
 
 def test_embedded_fashion(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # it does not depend on the current directory
-    d = data.load()
+    d = datasets.load()
     assert (len(d), d.shape, d.classes) == (10_000, (1, 28, 28), 10)
     assert d.y[:10].tolist() == [9, 2, 1, 1, 6, 1, 4, 6, 5, 7]
     assert torch.bincount(d.y).tolist() == [1000] * 10
     x, _ = d.batch(seed(), 10_000)
     assert abs(x.mean().item()) < 0.02
     assert abs(x.std().item() - 1) < 0.02
-    p = data.load("fashion10k", size=14)
+    p = datasets.load("fashion10k", size=14)
     assert p.shape == (1, 14, 14)
     full = d.x.view(-1, 14, 2, 14, 2).float().mean((2, 4)).round()
     assert torch.equal(p.x[:, 0], full.byte())
-    assert data.load(size=8).batch(seed(), 5)[0].shape == (5, 1, 8, 8)
+    assert datasets.load(size=8).batch(seed(), 5)[0].shape == (5, 1, 8, 8)
     with refused("fashion10k has no split 'test'", "use train"):
-        data.load(split="test")
-    assert "Zalando" in (data.EMBEDDED / "LICENSE").read_text()
+        datasets.load(split="test")
+    assert "Zalando" in (datasets.EMBEDDED / "LICENSE").read_text()
 
 
 # Text
@@ -157,7 +157,7 @@ def test_embedded_fashion(monkeypatch, tmp_path):
 
 def test_tokens_are_shifted_windows():
     text = torch.arange(20)
-    d = data.Tokens(text, 20, 6)
+    d = datasets.Tokens(text, 20, 6)
     assert len(d) == 14
     tokens, targets, mask = d.batch(seed(), 500)
     assert torch.equal(targets, tokens + 1)
@@ -166,14 +166,14 @@ def test_tokens_are_shifted_windows():
     assert mask.all()
     assert (tokens[:, 0].min(), targets[:, -1].max()) == (0, 19)  # both ends can be reached
     with refused("6 tokens", "seq_len=6", "make it 5 or less, or the text longer"):
-        data.Tokens(torch.arange(6), 20, 6)
+        datasets.Tokens(torch.arange(6), 20, 6)
     with refused("5 tokens", "seq_len=3", "make it 4"):
-        data.Tokens(torch.zeros(2, 5).int(), 20, 3)
+        datasets.Tokens(torch.zeros(2, 5).int(), 20, 3)
 
 
 def test_mask_is_false_where_the_target_is_padding():
     rows = torch.tensor([[5, 0, 7, -1, -1], [1, -1, -1, -1, -1], [1, 2, 3, 4, 5]])
-    tokens, targets, mask = data.Tokens(rows, 8, 4).batch(seed(), 100)
+    tokens, targets, mask = datasets.Tokens(rows, 8, 4).batch(seed(), 100)
     expected = {
         5: ([5, 0, 7, 0], [0, 7, 0, 0], [True, True, False, False]),  # its 0 is a token
         1: ([1, 0, 0, 0], [0, 0, 0, 0], [False] * 4),
@@ -191,7 +191,7 @@ def test_mask_is_false_where_the_target_is_padding():
 def test_text_as_bytes(tmp_path):
     content = "Größe, 大きさ. ".encode() * 20
     path = put(tmp_path / "some.txt", content)
-    d = data.load(f"text:{path}", seq_len=16)
+    d = datasets.load(f"text:{path}", seq_len=16)
     assert d.classes == 256
     tokens, targets, mask = d.batch(seed(), 4, particles=3)
     assert tokens.shape == (3, 4, 16)
@@ -204,7 +204,7 @@ def test_text_as_bytes(tmp_path):
 
 
 def test_teacher_spectrum():
-    t = data.Teacher(dim=16, alpha=1.0)
+    t = datasets.Teacher(dim=16, alpha=1.0)
     x, _ = t.batch(seed(), 200_000)
     std = x.std(0)
     torch.testing.assert_close(std / std[0], 1 / torch.arange(1.0, 17), rtol=0.02, atol=0)
@@ -214,7 +214,7 @@ def test_teacher_spectrum():
 
 
 def test_teacher_labels_follow_its_softmax():
-    t = data.Teacher(classes=5)
+    t = datasets.Teacher(classes=5)
     x, y = t.batch(seed(), 100_000)
     log_p = t.log_probs(x)
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(len(x)))
@@ -236,11 +236,11 @@ def test_teacher_labels_follow_its_softmax():
 
 def test_teacher_is_made_by_its_seed_and_temperature():
     x = torch.randn(3, 64, generator=seed())
-    a, b = data.Teacher(seed=1), data.load("teacher")
-    assert torch.equal(a.log_probs(x), data.Teacher(seed=1).log_probs(x))
+    a, b = datasets.Teacher(seed=1), datasets.load("teacher")
+    assert torch.equal(a.log_probs(x), datasets.Teacher(seed=1).log_probs(x))
     assert not torch.equal(a.log_probs(x), b.log_probs(x))
     assert (b.dim, b.classes, b.shape) == (64, 10, (64,))
-    cold, flat = data.Teacher(temperature=50.0), data.Teacher(temperature=0.0)
+    cold, flat = datasets.Teacher(temperature=50.0), datasets.Teacher(temperature=0.0)
     assert cold.floor(5000) < b.floor(5000) < flat.floor(5000)
     assert flat.floor(100) == pytest.approx(math.log(10), rel=1e-5)
     first, second = b.batch(g := seed(), 8)[0], b.batch(g, 8)[0]
@@ -252,19 +252,19 @@ def test_teacher_is_made_by_its_seed_and_temperature():
 
 def test_names_splits_and_folders(tmp_path, monkeypatch):
     with refused("unknown data set 'cifar': did you mean 'cifar10'?", "text:<path>"):
-        data.load("cifar")
+        datasets.load("cifar")
     for name in ("text", "text:", "cifar10:x"):
         with refused(f"unknown data set {name!r}"):
-            data.load(name)
+            datasets.load(name)
     with refused("cifar10 has no split 'val': use train or test"):
-        data.load("cifar10", split="val")
+        datasets.load("cifar10", split="val")
     with refused("size=8 is for images and teacher has none"):
-        data.load("teacher", size=8)
+        datasets.load("teacher", size=8)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MULO_DATA", raising=False)
     cifar(tmp_path / "data", *ALL)
     cifar(tmp_path / "other", "data_batch_1.bin")
-    assert len(data.load("cifar10", check=False)) == 20  # ./data
+    assert len(datasets.load("cifar10", check=False)) == 20  # ./data
     monkeypatch.setenv("MULO_DATA", str(tmp_path / "other"))
-    assert len(data.load("cifar10", partial=True, check=False)) == 2
-    assert len(data.load("cifar10", tmp_path / "data", check=False)) == 20  # the argument wins
+    assert len(datasets.load("cifar10", partial=True, check=False)) == 2
+    assert len(datasets.load("cifar10", tmp_path / "data", check=False)) == 20  # the argument wins

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from data_files import ALL, X28, Y3, idx, put, records, refused
 
-import data
-import datafiles
 import tasks
+from optimizees import datasets, files
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -74,7 +73,7 @@ TAR = "cifar-10-binary.tar.gz"
 def archive(server, monkeypatch) -> bytes:
     content = tar({f"cifar-10-batches-bin/{name}": records(2) for name in ALL})
     server.files[TAR] = content
-    monkeypatch.setitem(datafiles.MD5, TAR, hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(files.MD5, TAR, hashlib.md5(content).hexdigest())
     return content
 
 
@@ -83,20 +82,20 @@ def names(folder: Path) -> list[str]:
 
 
 def test_download_and_load(server, archive, tmp_path):
-    datafiles.download("cifar10", tmp_path, server.url)
-    assert len(data.load("cifar10", tmp_path, check=False)) == 10
+    files.download("cifar10", tmp_path, server.url)
+    assert len(datasets.load("cifar10", tmp_path, check=False)) == 10
     assert names(tmp_path / "cifar10") == ["cifar-10-batches-bin", TAR]
-    datafiles.download("cifar10", tmp_path, server.url)
+    files.download("cifar10", tmp_path, server.url)
     assert server.requests == [(TAR, None)]  # it was there and right
 
 
 def test_download_resumes(server, archive, tmp_path):
     server.breaks_at = 5000
     with pytest.raises(OSError, match=rf"stopped after 5000 of {len(archive)} bytes.*goes on"):
-        datafiles.download("cifar10", tmp_path, server.url)
+        files.download("cifar10", tmp_path, server.url)
     assert names(tmp_path / "cifar10") == [f"{TAR}.part"]
     server.breaks_at = None
-    datafiles.download("cifar10", tmp_path, server.url)
+    files.download("cifar10", tmp_path, server.url)
     assert server.requests == [(TAR, None), (TAR, "bytes=5000-")]
     assert (tmp_path / "cifar10" / TAR).read_bytes() == archive
     assert names(tmp_path / "cifar10") == ["cifar-10-batches-bin", TAR]
@@ -105,27 +104,27 @@ def test_download_resumes(server, archive, tmp_path):
 def test_download_restarts_when_range_is_ignored(server, archive, tmp_path):
     put(tmp_path / "cifar10" / f"{TAR}.part", b"the beginning of something else")
     server.ranges = False
-    datafiles.download("cifar10", tmp_path, server.url)
+    files.download("cifar10", tmp_path, server.url)
     assert server.requests[0][1] == "bytes=31-"
     assert (tmp_path / "cifar10" / TAR).read_bytes() == archive
 
 
 def test_download_of_a_part_that_is_whole(server, archive, tmp_path):
     put(tmp_path / "cifar10" / f"{TAR}.part", archive)
-    datafiles.download("cifar10", tmp_path, server.url)  # the server answers 416
+    files.download("cifar10", tmp_path, server.url)  # the server answers 416
     assert names(tmp_path / "cifar10") == ["cifar-10-batches-bin", TAR]
 
 
 def test_download_checks_before_it_renames(server, archive, tmp_path):
     server.files[TAR] = archive[:-1] + b"!"
     with refused(f"{TAR} came with the wrong checksum", "it was deleted, ask again"):
-        datafiles.download("cifar10", tmp_path, server.url)
+        files.download("cifar10", tmp_path, server.url)
     assert names(tmp_path / "cifar10") == []
     put(tmp_path / "cifar10" / f"{TAR}.part", b"a bad beginning")
     server.files[TAR] = archive
     with refused("wrong checksum"):  # resumed onto the wrong bytes
-        datafiles.download("cifar10", tmp_path, server.url)
-    datafiles.download("cifar10", tmp_path, server.url)  # and the next one starts clean
+        files.download("cifar10", tmp_path, server.url)
+    files.download("cifar10", tmp_path, server.url)  # and the next one starts clean
 
 
 def test_download_of_several_files(server, tmp_path, monkeypatch):
@@ -133,25 +132,25 @@ def test_download_of_several_files(server, tmp_path, monkeypatch):
         for kind, array in (("images-idx3", X28), ("labels-idx1", Y3)):
             name = f"{prefix}-{kind}-ubyte.gz"
             server.files[name] = gzip.compress(idx(array))
-            monkeypatch.setitem(datafiles.MD5, name, hashlib.md5(server.files[name]).hexdigest())
-    datafiles.download("fashion", tmp_path, server.url)
-    assert len(data.load("fashion", tmp_path, check=False)) == 3
-    assert len(data.load("fashion", tmp_path, split="test", check=False)) == 3
+            monkeypatch.setitem(files.MD5, name, hashlib.md5(server.files[name]).hexdigest())
+    files.download("fashion", tmp_path, server.url)
+    assert len(datasets.load("fashion", tmp_path, check=False)) == 3
+    assert len(datasets.load("fashion", tmp_path, split="test", check=False)) == 3
     put(tmp_path / "fashion-mnist/t10k-labels-idx1-ubyte.gz", b"damaged")
-    datafiles.download("fashion", tmp_path, server.url)
+    files.download("fashion", tmp_path, server.url)
     assert len(server.requests) == 5  # only the damaged one again
 
 
 def test_download_tells_what_is_wrong(server, tmp_path):
     with pytest.raises(OSError, match=r"cifar-10-binary.tar.gz: HTTP Error 404"):
-        datafiles.download("cifar10", tmp_path, server.url)
+        files.download("cifar10", tmp_path, server.url)
     with pytest.raises(OSError, match=r"python.tar.gz: .*refused"):
-        datafiles.download("cifar10-python", tmp_path, "http://127.0.0.1:9")
+        files.download("cifar10-python", tmp_path, "http://127.0.0.1:9")
     for name, where in [("imagenet32", "image-net.org"), ("lm1b", "www.statmt.org")]:
         with refused(f"{name!r} is not for download: unpack", where):
-            datafiles.download(name, tmp_path)
+            files.download(name, tmp_path)
     with refused("'cifar' is not for download: there are cifar10, cifar10-python, fashion"):
-        datafiles.download("cifar", tmp_path)
+        files.download("cifar", tmp_path)
 
 
 def test_command_line(tmp_path, complaint):
@@ -161,9 +160,9 @@ def test_command_line(tmp_path, complaint):
 
 def test_unpacking_stays_in_its_folder(server, tmp_path, monkeypatch):
     server.files[TAR] = tar({"fine.bin": b"fine", "../../outside": b"evil"})
-    monkeypatch.setitem(datafiles.MD5, TAR, hashlib.md5(server.files[TAR]).hexdigest())
+    monkeypatch.setitem(files.MD5, TAR, hashlib.md5(server.files[TAR]).hexdigest())
     with refused(f"{TAR} was not unpacked", "get it again"):
-        datafiles.download("cifar10", tmp_path / "root", server.url)
+        files.download("cifar10", tmp_path / "root", server.url)
     assert not list(tmp_path.rglob("outside"))
     assert names(tmp_path / "root/cifar10") == [TAR]
 
@@ -174,14 +173,12 @@ def test_a_full_disk_is_not_the_archives_fault(server, archive, tmp_path, monkey
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", full)
     with refused(f"{TAR} was not unpacked", "No space left", "make room there"):
-        datafiles.download("cifar10", tmp_path, server.url)
+        files.download("cifar10", tmp_path, server.url)
     assert names(tmp_path / "cifar10") == [TAR]
 
 
 def test_published_checksums():
-    assert datafiles.MD5["cifar-10-binary.tar.gz"] == "c32a1d4ab5d03f1284b67883e8d87530"
-    assert datafiles.MD5["cifar-10-python.tar.gz"] == "c58f30108f718f92721af3b95e74349a"
-    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in datafiles.SHA256.values())
-    assert {file for _, _, files in datafiles.DOWNLOADS.values() for file in files} == set(
-        datafiles.MD5
-    )
+    assert files.MD5["cifar-10-binary.tar.gz"] == "c32a1d4ab5d03f1284b67883e8d87530"
+    assert files.MD5["cifar-10-python.tar.gz"] == "c58f30108f718f92721af3b95e74349a"
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in files.SHA256.values())
+    assert {file for _, _, files in files.DOWNLOADS.values() for file in files} == set(files.MD5)

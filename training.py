@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_map_only
 import features
 import fused
 import lo as lo_module
-import mup
 import rule
 import tasks
 from features import Accumulators, LossBuffer, trailing
 from lo import LO, LOConfig, Phi
+from roles import ALL, power, weights_of
 from rule import Net
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def update_scales(task: tasks.Task) -> dict[str, float]:
     """The μP factor on each tensor's update: 1/fan_in for hidden weights, 1 in SP."""
     roles = task.roles()
     return {
-        w.name: float(w.fan_in) ** mup.power(roles[w.name], "update", task.rules)
-        for w in mup.weights_of(task.skeleton())
+        w.name: float(w.fan_in) ** power(roles[w.name], "update", task.rules)
+        for w in weights_of(task.skeleton())
     }
 
 
@@ -68,11 +68,11 @@ class Learned:
         self.scale = update_scales(task)
         self.eps_scale = {
             w.name: 1 / w.fan_in if config.eps == "fan_in" else 1.0
-            for w in mup.weights_of(task.skeleton())
+            for w in weights_of(task.skeleton())
         }
         self.dims = {
             w.name: features.factored_dims(tuple(w.param.shape), w.out_axis)
-            for w in mup.weights_of(task.skeleton())
+            for w in weights_of(task.skeleton())
         }
         self.names = list(self.dims)
         self._graph = Advance() if compile else None
@@ -357,4 +357,4 @@ def end(losses: Tensor, share: float = 1.0) -> Tensor:
 
 def with_rules(task: tasks.Task, mu: bool) -> tasks.Task:
     """The same task in μP or in SP."""
-    return dataclasses.replace(task, rules=mup.ALL if mu else ())
+    return dataclasses.replace(task, rules=ALL if mu else ())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from data_files import ALL, X28, Y3, cifar, idx, put, real, records, refused, seed
 
-import data
+from optimizees import datasets
 
 # Fashion-MNIST: IDX
 
@@ -26,11 +26,11 @@ def fashion(root: Path, x: bytes, y: bytes, prefix: str = "train") -> None:
 @pytest.mark.parametrize(("split", "prefix"), [("train", "train"), ("test", "t10k")])
 def test_fashion_layout(tmp_path, split, prefix):
     fashion(tmp_path, gzip.compress(idx(X28)), gzip.compress(idx(Y3)), prefix)
-    d = data.load("fashion", tmp_path, split=split, check=False)
+    d = datasets.load("fashion", tmp_path, split=split, check=False)
     assert np.array_equal(d.x[:, 0].numpy(), X28)
     assert d.y.tolist() == [9, 0, 4]
     with refused(f"{prefix}-images-idx3-ubyte.gz differs from the published file", "check=False"):
-        data.load("fashion", tmp_path, split=split)
+        datasets.load("fashion", tmp_path, split=split)
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_fashion_layout(tmp_path, split, prefix):
 def test_fashion_refuses(tmp_path, x, y, words):
     fashion(tmp_path, x, gzip.compress(idx(y)))
     with refused(*words):
-        data.load("fashion", tmp_path, check=False)
+        datasets.load("fashion", tmp_path, check=False)
 
 
 def test_fashion_real():
     folder = real("fashion-mnist")
-    d = data.load("fashion", folder.parent)
+    d = datasets.load("fashion", folder.parent)
     assert (len(d), d.shape) == (60_000, (1, 28, 28))
     assert d.y[:10].tolist() == [9, 0, 0, 3, 0, 2, 7, 2, 5, 5]
     assert d.x.double().mean().item() == pytest.approx(d.mean[0], abs=1e-4)
     assert d.x.double().std().item() == pytest.approx(d.std[0], abs=1e-3)
-    test, embedded = data.load("fashion", folder.parent, split="test"), data.load()
+    test, embedded = datasets.load("fashion", folder.parent, split="test"), datasets.load()
     assert torch.equal(test.x, embedded.x)
     assert torch.equal(test.y, embedded.y)
 
@@ -75,21 +75,21 @@ def test_fashion_real():
 
 def test_cifar_binary_layout(tmp_path):
     cifar(tmp_path, *ALL, "test_batch.bin")
-    d = data.load("cifar10", tmp_path, check=False)
+    d = datasets.load("cifar10", tmp_path, check=False)
     raw = np.frombuffer(b"".join(records(k) for k in range(2, 7)), np.uint8).reshape(-1, 3073)
     assert np.array_equal(d.x.numpy().reshape(-1, 3072), raw[:, 1:])
     assert np.array_equal(d.x[3, 1, 0, :5].numpy(), raw[3, 1 + 1024 : 1 + 1029])  # planar: G
     assert d.y.tolist() == raw[:, 0].tolist()
     assert (d.shape, d.classes) == ((3, 32, 32), 10)
-    assert len(data.load("cifar10", tmp_path, split="test", check=False)) == 7
-    assert data.load("cifar10", tmp_path, size=8, check=False).shape == (3, 8, 8)
+    assert len(datasets.load("cifar10", tmp_path, split="test", check=False)) == 7
+    assert datasets.load("cifar10", tmp_path, size=8, check=False).shape == (3, 8, 8)
     with refused("data_batch_1.bin differs from the published file"):
-        data.load("cifar10", tmp_path)
+        datasets.load("cifar10", tmp_path)
 
 
 def test_cifar_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
-        data.load("cifar10", tmp_path)
+        datasets.load("cifar10", tmp_path)
     message = str(error.value)
     assert all(
         name in message
@@ -98,10 +98,10 @@ def test_cifar_missing_files(tmp_path):
     assert "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz" in message
     cifar(tmp_path, "data_batch_1.bin", "data_batch_4.bin")
     with pytest.raises(FileNotFoundError, match=r"lacks data_batch_2.bin, data_batch_3.bin, data_"):
-        data.load("cifar10", tmp_path, check=False)
-    assert len(data.load("cifar10", tmp_path, partial=True, check=False)) == 2 + 3
+        datasets.load("cifar10", tmp_path, check=False)
+    assert len(datasets.load("cifar10", tmp_path, partial=True, check=False)) == 2 + 3
     with pytest.raises(FileNotFoundError, match="test_batch"):  # partial still wants one
-        data.load("cifar10", tmp_path, split="test", partial=True, check=False)
+        datasets.load("cifar10", tmp_path, split="test", partial=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_cifar_missing_files(tmp_path):
 def test_cifar_binary_refuses(tmp_path, content, words):
     cifar(tmp_path, "data_batch_1.bin", content=content)
     with refused("data_batch_1.bin", *words):
-        data.load("cifar10", tmp_path, partial=True, check=False)
+        datasets.load("cifar10", tmp_path, partial=True, check=False)
 
 
 def python2_pickle(x: np.ndarray, y: list[int]) -> bytes:
@@ -155,11 +155,11 @@ def test_cifar_python_layout(tmp_path, writer):
         x = np.asfortranarray(X4) if writer == "fortran" else X4
         content = pickle.dumps({"data": x, "labels": y, "filenames": ["a"]}, protocol=2)
     python_batches(tmp_path, content)
-    d = data.load("cifar10", tmp_path, partial=True, check=False)
+    d = datasets.load("cifar10", tmp_path, partial=True, check=False)
     assert np.array_equal(d.x.numpy().reshape(4, -1), X4)
     assert d.y.tolist() == y
     with pytest.raises(FileNotFoundError, match="cifar-10-batches-py lacks data_batch_2, data_b"):
-        data.load("cifar10", tmp_path)
+        datasets.load("cifar10", tmp_path)
 
 
 class Evil:
@@ -196,14 +196,14 @@ def test_cifar_python_refuses(tmp_path, monkeypatch, content, words):
     monkeypatch.chdir(tmp_path)
     python_batches(tmp_path, content)
     with refused("data_batch_1", *words):
-        data.load("cifar10", tmp_path, partial=True)
+        datasets.load("cifar10", tmp_path, partial=True)
     assert not NEVER.exists()
 
 
 def test_cifar_real():
     folder = real("cifar10")
-    d = data.load("cifar10", folder.parent, partial=True)
-    test = data.load("cifar10", folder.parent, split="test")
+    d = datasets.load("cifar10", folder.parent, partial=True)
+    test = datasets.load("cifar10", folder.parent, split="test")
     assert len(d) >= 10_000
     assert len(test) == 10_000
     assert d.y[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
@@ -233,7 +233,7 @@ def imagenet(root: Path, side: int = 32, batches=range(1, 11), **change) -> list
 @pytest.mark.parametrize("side", [32, 64])
 def test_imagenet_layout(tmp_path, side):
     made = imagenet(tmp_path, side)
-    d = data.load(f"imagenet{side}", tmp_path)
+    d = datasets.load(f"imagenet{side}", tmp_path)
     assert (len(d), d.shape, d.classes) == (55, (3, side, side), 1000)
     x = np.concatenate([m["data"] for m in made])
     y = np.concatenate([m["labels"] for m in made])
@@ -242,20 +242,20 @@ def test_imagenet_layout(tmp_path, side):
     folder = tmp_path / f"imagenet{side}"
     for path in folder.glob("*.npz"):
         path.unlink()  # converted once: the .npz are no longer needed
-    again = data.load(f"imagenet{side}", tmp_path)
+    again = datasets.load(f"imagenet{side}", tmp_path)
     a, b = d.batch(seed(), 9), again.batch(seed(), 9)
     assert torch.equal(a[0], b[0])
     assert torch.equal(a[1], b[1])
     assert sorted(p.name for p in folder.iterdir()) == ["train_x.npy", "train_y.npy"]
     with pytest.raises(FileNotFoundError, match=r"lacks val_data.npz: .*image-net.org"):
-        data.load(f"imagenet{side}", tmp_path, split="val")
+        datasets.load(f"imagenet{side}", tmp_path, split="val")
 
 
 def test_imagenet_is_mapped_not_read(tmp_path):
     imagenet(tmp_path)
-    data.load("imagenet32", tmp_path)
+    datasets.load("imagenet32", tmp_path)
     path = tmp_path / "imagenet32/train_x.npy"
-    d = data.load("imagenet32", tmp_path)
+    d = datasets.load("imagenet32", tmp_path)
     with open(path, "r+b") as file:
         file.seek(-1, 2)
         last = file.read()[0]
@@ -263,11 +263,11 @@ def test_imagenet_is_mapped_not_read(tmp_path):
         file.write(bytes([255 - last]))
     assert d.x[-1, -1, -1, -1] == 255 - last  # seen through the map
     d.x[0] = 7  # and what is written to the map does not reach the file
-    assert (data.load("imagenet32", tmp_path).x[0] != 7).any()
+    assert (datasets.load("imagenet32", tmp_path).x[0] != 7).any()
     path.write_bytes(path.read_bytes()[:-1000])
     del d
     with refused("train_x.npy is damaged", "delete train_x.npy and train_y.npy, so"):
-        data.load("imagenet32", tmp_path)
+        datasets.load("imagenet32", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_imagenet_is_mapped_not_read(tmp_path):
 def test_imagenet_refuses_and_leaves_no_images_behind(tmp_path, change, words):
     imagenet(tmp_path, **change)
     with refused("train_data_batch_10.npz", *words):
-        data.load("imagenet32", tmp_path)
+        datasets.load("imagenet32", tmp_path)
     assert not list((tmp_path / "imagenet32").glob("*train_x*"))
 
 
@@ -307,13 +307,13 @@ def test_imagenet_refuses_what_is_no_npz(tmp_path, content):
     path = tmp_path / "imagenet32/train_data_batch_3.npz"
     path.write_bytes(path.read_bytes()[:-100] if content is None else content)
     with refused("train_data_batch_3.npz has no"):
-        data.load("imagenet32", tmp_path)
+        datasets.load("imagenet32", tmp_path)
 
 
 def test_imagenet_missing_batch(tmp_path):
     imagenet(tmp_path, batches=[1, 2, 4])
     with pytest.raises(FileNotFoundError, match=r"lacks train_data_batch_3.npz, train_.*_5"):
-        data.load("imagenet32", tmp_path)
+        datasets.load("imagenet32", tmp_path)
 
 
 @pytest.mark.parametrize("bad", [b"", b"junk", bytes(200)])
@@ -323,18 +323,18 @@ def test_damaged_conversions_are_refused(tmp_path, bad):
     folder.mkdir()
     np.save(folder / "val_x.npy", np.zeros((2, 3, 32, 32), np.uint8))
     np.save(folder / "val_y.npy", np.array([5, 999]))
-    assert len(data.load("imagenet32", tmp_path, split="val")) == 2
+    assert len(datasets.load("imagenet32", tmp_path, split="val")) == 2
     for y in (np.array([5000, -3]), np.array([0.5, 1.0]), np.zeros((2, 2), int), np.array(3)):
         np.save(folder / "val_y.npy", y)
         with refused("val_y.npy has no labels, or labels out of range 0..999: delete val_x.npy"):
-            data.load("imagenet32", tmp_path, split="val")
+            datasets.load("imagenet32", tmp_path, split="val")
     np.save(folder / "val_y.npy", np.array([5, 999, 3]))
     with refused("val_x.npy is uint8 (2, 3, 32, 32) for 3 labels: delete val_x.npy and val_y.npy"):
-        data.load("imagenet32", tmp_path, split="val")
+        datasets.load("imagenet32", tmp_path, split="val")
     (folder / "val_y.npy").write_bytes(bad)
     with refused("val_y.npy is damaged", "delete val_x.npy and val_y.npy"):
-        data.load("imagenet32", tmp_path, split="val")
+        datasets.load("imagenet32", tmp_path, split="val")
     np.save(folder / "val_y.npy", np.array([5, 999]))
     (folder / "val_x.npy").write_bytes(bad)
     with refused("val_x.npy is damaged", "delete val_x.npy and val_y.npy"):
-        data.load("imagenet32", tmp_path, split="val")
+        datasets.load("imagenet32", tmp_path, split="val")

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from data_files import put, real, refused, seed
 
-import data
-import datafiles
+from optimizees import datasets, files
 
-TEXTS = f"lm1b/{datafiles.LM1B}"
+TEXTS = f"lm1b/{files.LM1B}"
 
 
 # Any text, as bytes
@@ -28,9 +27,9 @@ TEXTS = f"lm1b/{datafiles.LM1B}"
 def test_text_refuses(tmp_path, content, words):
     path = put(tmp_path / "some.txt", content)
     with refused(*words):
-        data.load(f"text:{path}")
+        datasets.load(f"text:{path}")
     with pytest.raises(FileNotFoundError, match=r"no file .*nothing.txt"):
-        data.load(f"text:{tmp_path / 'nothing.txt'}")
+        datasets.load(f"text:{tmp_path / 'nothing.txt'}")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_text_real(name, sha256):
     path = real(Path(name).parent.name) / Path(name).name
     content = path.read_bytes()
     assert hashlib.sha256(content).hexdigest().startswith(sha256)
-    d = data.load(f"text:{path}", seq_len=32)
+    d = datasets.load(f"text:{path}", seq_len=32)
     assert len(d) == len(content) - 32
     tokens, targets, _ = d.batch(seed(), 8)
     assert bytes([*tokens[0].tolist(), targets[0, -1].item()]) in content
@@ -66,9 +65,9 @@ def lm1b(root: Path, *texts: str, split: str = "train") -> None:
         put(path, text.encode())
 
 
-def load_lm1b(root: Path, **kwargs) -> data.Tokens:
+def load_lm1b(root: Path, **kwargs) -> datasets.Tokens:
     kwargs = {"tokenizer": by_letter, "partial": True, "check": False} | kwargs
-    return data.load("lm1b", root, **kwargs)
+    return datasets.load("lm1b", root, **kwargs)
 
 
 def test_lm1b_rows_are_sentences_cropped_or_padded(tmp_path):

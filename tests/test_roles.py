@@ -10,7 +10,8 @@ from torch import nn
 from user_models import MLP, ConvNet, Transformer, loss_of, task
 
 import mulo
-import mup
+import roles
+from roles import weights_of
 
 FAMILIES = [MLP, ConvNet, Transformer]
 
@@ -116,12 +117,12 @@ def test_roles_of_random_nets(kind, embedding, sizes, options, width):
 
     model, expected, scales = build(width), {}, {}
     before, grew = 3, False
-    layers = (x for x in model.named_children() if isinstance(x[1], (*mup.LAYERS, *mup.TABLES)))
+    layers = (x for x in model.named_children() if isinstance(x[1], (*roles.LAYERS, *roles.TABLES)))
     for (name, part), (_, grows), (kernel, *_) in zip(layers, sizes, options):  # noqa: B905
         role = {(True, True): "hidden", (True, False): "output"}.get((grew, grows), "input")
         expected[f"{name}.weight"] = role
         scales[part.weight] = 1 / (before * kernel**area) if role == "hidden" else 1.0
-        before, grew = part.weight.shape[mup.weights_of(part)[0].out_axis], grows
+        before, grew = part.weight.shape[weights_of(part)[0].out_axis], grows
     roles = roles_of(build, width)
     assert roles == dict.fromkeys(dict(model.named_parameters()), "input") | expected
     for group in mulo.param_groups(model, roles):
@@ -217,7 +218,7 @@ def test_the_table(family, width):
 
 def test_rules_switch_off_one_by_one():
     roles = roles_of(MLP)
-    for rules in ((), ("init",), ("multiplier",), ("update",), mup.ALL):
+    for rules in ((), ("init",), ("multiplier",), ("update",), roles.ALL):
         model = mulo.init_(MLP(64), roles, rules=rules, zero_output=False)
         scale = {
             id(p): group["scale"]
@@ -268,7 +269,7 @@ def test_the_multiplier_goes_on_once_and_off_again(layer):
         return nn.Sequential(nn.Linear(3, w), layer(w, 4))
 
     model, roles, x = build(8), roles_of(build), torch.randn(2, 8)
-    for rules, factor in ((mup.ALL, 8), (mup.ALL, 8), ((), 1), (("init",), 1), (mup.ALL, 8)):
+    for rules, factor in ((roles.ALL, 8), (roles.ALL, 8), ((), 1), (("init",), 1), (roles.ALL, 8)):
         mulo.init_(model, roles, rules=rules, zero_output=False)
         plain = nn.functional.linear(x, model[1].weight, model[1].bias)
         torch.testing.assert_close(model[1](x), plain / factor)
@@ -340,7 +341,7 @@ def test_wrapped_models_keep_their_roles():
 def test_coordinate_check_leaves_running_statistics_alone():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     before = copy.deepcopy(model.state_dict())
-    mup.coordinate_check(lambda w: (model, lambda: None), torch.randn(5, 3), [8, 16], steps=1)
+    roles.coordinate_check(lambda w: (model, lambda: None), torch.randn(5, 3), [8, 16], steps=1)
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
 
 
@@ -351,7 +352,7 @@ def test_frozen_parameters_are_left_out():
     assert sum(len(g["params"]) for g in groups) == 7
 
 
-def check(family, rules=mup.ALL, eps="relative", widths=(64, 128, 256, 512), steps=4):
+def check(family, rules=roles.ALL, eps="relative", widths=(64, 128, 256, 512), steps=4):
     """Coordinate check of an untrained learned optimizer: its updates are O(1) times lam1.
 
     The relative epsilons show the rules alone. The reference's fixed ones change the features as
@@ -374,7 +375,7 @@ def check(family, rules=mup.ALL, eps="relative", widths=(64, 128, 256, 512), ste
 
         return model, train
 
-    return mup.coordinate_check(setup, x, list(widths), steps)
+    return roles.coordinate_check(setup, x, list(widths), steps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

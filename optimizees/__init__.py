@@ -1,0 +1,1 @@
+"""The nets that optimizers train, and their data: `models`, `datasets`, `files`."""
