@@ -36,9 +36,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import roles
 from optimizees import datasets, files
 from optimizees.models import LM, MLP, ResNet, ViT
+from roles import ALL, LAYERS, NORMS, infer_roles, multiply_outputs_, power, weights_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Task:
     heads: int = 0
     patch: int = 0
     size: int | None = None  # images are pooled to this size
-    rules: tuple[str, ...] = roles.ALL  # μP; () is SP
+    rules: tuple[str, ...] = ALL  # μP; () is SP
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(self.rules))  # a list would not hash
@@ -88,7 +88,7 @@ class Task:
         """The model without memory, on the meta device, to be called with parameters."""
         with torch.device("meta"):
             model = self.build()
-        roles.multiply_outputs_(model, self.roles(), self.rules)
+        multiply_outputs_(model, self.roles(), self.rules)
         return model
 
     def init(
@@ -102,14 +102,14 @@ class Task:
         By role as in roles.init_, but biases are the paper's code's: N(0, 1) under μP, zero in SP.
         """
         roles, params = self.roles(), {}
-        for w in roles.weights_of(self.skeleton()):
+        for w in weights_of(self.skeleton()):
             role = roles[w.name]
             if w.kind == "vector":
-                std = float("init" in self.rules and isinstance(w.module, roles.LAYERS))
+                std = float("init" in self.rules and isinstance(w.module, LAYERS))
             else:
-                std = w.fan_in ** (roles.power(role, "init", self.rules) / 2)
+                std = w.fan_in ** (power(role, "init", self.rules) / 2)
             p = torch.zeros(particles, *w.param.shape, device=generator.device)
-            if isinstance(w.module, roles.NORMS) and w.name.endswith("weight"):
+            if isinstance(w.module, NORMS) and w.name.endswith("weight"):
                 p += 1
             elif std and not (role == "output" and zero_output):
                 p.normal_(0, std, generator=generator)
@@ -165,7 +165,7 @@ class Task:
 
 @functools.cache
 def _roles(task: Task) -> dict[str, str]:
-    return roles.infer_roles(task.build, task.width)
+    return infer_roles(task.build, task.width)
 
 
 @functools.cache
@@ -282,7 +282,7 @@ def _list() -> None:
 def _show(name: str) -> None:
     task, roles = get(name), get(name).roles()
     print(f"{task}\n\n{'parameter':32}{'shape':>20}  role     fan_in")
-    for w in roles.weights_of(task.skeleton()):
+    for w in weights_of(task.skeleton()):
         print(f"{w.name:32}{tuple(w.param.shape)!s:>20}  {roles[w.name]:8} {w.fan_in}")
     print(f"{_count(task):,} parameters")
 

@@ -10,8 +10,7 @@ from torch import nn
 from user_models import MLP, ConvNet, Transformer, loss_of, task
 
 import mulo
-import roles
-from roles import weights_of
+from roles import ALL, LAYERS, TABLES, coordinate_check, weights_of
 
 FAMILIES = [MLP, ConvNet, Transformer]
 
@@ -117,7 +116,7 @@ def test_roles_of_random_nets(kind, embedding, sizes, options, width):
 
     model, expected, scales = build(width), {}, {}
     before, grew = 3, False
-    layers = (x for x in model.named_children() if isinstance(x[1], (*roles.LAYERS, *roles.TABLES)))
+    layers = (x for x in model.named_children() if isinstance(x[1], (*LAYERS, *TABLES)))
     for (name, part), (_, grows), (kernel, *_) in zip(layers, sizes, options):  # noqa: B905
         role = {(True, True): "hidden", (True, False): "output"}.get((grew, grows), "input")
         expected[f"{name}.weight"] = role
@@ -218,7 +217,7 @@ def test_the_table(family, width):
 
 def test_rules_switch_off_one_by_one():
     roles = roles_of(MLP)
-    for rules in ((), ("init",), ("multiplier",), ("update",), roles.ALL):
+    for rules in ((), ("init",), ("multiplier",), ("update",), ALL):
         model = mulo.init_(MLP(64), roles, rules=rules, zero_output=False)
         scale = {
             id(p): group["scale"]
@@ -269,7 +268,7 @@ def test_the_multiplier_goes_on_once_and_off_again(layer):
         return nn.Sequential(nn.Linear(3, w), layer(w, 4))
 
     model, roles, x = build(8), roles_of(build), torch.randn(2, 8)
-    for rules, factor in ((roles.ALL, 8), (roles.ALL, 8), ((), 1), (("init",), 1), (roles.ALL, 8)):
+    for rules, factor in ((ALL, 8), (ALL, 8), ((), 1), (("init",), 1), (ALL, 8)):
         mulo.init_(model, roles, rules=rules, zero_output=False)
         plain = nn.functional.linear(x, model[1].weight, model[1].bias)
         torch.testing.assert_close(model[1](x), plain / factor)
@@ -341,7 +340,7 @@ def test_wrapped_models_keep_their_roles():
 def test_coordinate_check_leaves_running_statistics_alone():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     before = copy.deepcopy(model.state_dict())
-    roles.coordinate_check(lambda w: (model, lambda: None), torch.randn(5, 3), [8, 16], steps=1)
+    coordinate_check(lambda w: (model, lambda: None), torch.randn(5, 3), [8, 16], steps=1)
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
 
 
@@ -352,7 +351,7 @@ def test_frozen_parameters_are_left_out():
     assert sum(len(g["params"]) for g in groups) == 7
 
 
-def check(family, rules=roles.ALL, eps="relative", widths=(64, 128, 256, 512), steps=4):
+def check(family, rules=ALL, eps="relative", widths=(64, 128, 256, 512), steps=4):
     """Coordinate check of an untrained learned optimizer: its updates are O(1) times lam1.
 
     The relative epsilons show the rules alone. The reference's fixed ones change the features as
@@ -375,7 +374,7 @@ def check(family, rules=roles.ALL, eps="relative", widths=(64, 128, 256, 512), s
 
         return model, train
 
-    return roles.coordinate_check(setup, x, list(widths), steps)
+    return coordinate_check(setup, x, list(widths), steps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

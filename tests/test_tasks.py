@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import mulo
-import roles
 import tasks
+from roles import ALL, NORMS, coordinate_check, weights_of
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ["fashion8_mlp_w64_d3", "fashion_vit_w32_d2", "pixels_lm_w32_d2", "fashion_resnet_w32"]
@@ -150,13 +150,13 @@ def test_roles_and_init(name):
     roles = task.roles()
     assert [n for n, role in roles.items() if role == "output"] == ["head.weight"]
     hidden = {n for n, role in roles.items() if role == "hidden"}
-    for rules in (roles.ALL, ()):
+    for rules in (ALL, ()):
         task = tasks.get(name, rules=rules)
         params = task.init(8, seeded(), zero_output=False)
-        for w in roles.weights_of(task.skeleton()):
+        for w in weights_of(task.skeleton()):
             p = params[w.name]
             assert p.shape == (8, *w.param.shape)
-            if isinstance(w.module, roles.NORMS):
+            if isinstance(w.module, NORMS):
                 expected = float(w.name.endswith("weight"))
                 assert (p == expected).all()
             elif w.kind == "vector":
@@ -305,7 +305,7 @@ def test_coordinate_check_with_adam(kind):
     data = tasks.get(kind.format(widths[0])).data()
     b = data.batch(seeded(1), batch)
     worst = {}
-    for rules, times in ((roles.ALL, repeats), ((), 1)):  # what is far off needs no averages
+    for rules, times in ((ALL, repeats), ((), 1)):  # what is far off needs no averages
         seeds = itertools.count()
 
         def setup(width, rules=rules, seeds=seeds):
@@ -323,9 +323,9 @@ def test_coordinate_check_with_adam(kind):
 
             return model, train
 
-        result = roles.coordinate_check(setup, b[0], widths, steps=3, repeats=times)
+        result = coordinate_check(setup, b[0], widths, steps=3, repeats=times)
         worst[rules] = max(float(s.abs().max()) for s in result.slopes.values())
-    assert worst[roles.ALL] <= 0.1
+    assert worst[ALL] <= 0.1
     assert worst[()] > 0.4
 
 
