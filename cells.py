@@ -34,7 +34,6 @@ import checkpoints
 import metatrain
 import mulo
 import roles
-import rule
 import tasks
 import training
 from report import write_table
@@ -181,7 +180,7 @@ def pre_activations(task: tasks.Task, theta: training.Theta, probe: Tensor) -> d
 
 def _prepare_process() -> None:
     torch.set_num_threads(1)
-    rule.keep_freed_memory()
+    training.keep_freed_memory()
 
 
 class Cells:

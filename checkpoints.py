@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from lo import LO, LOConfig, Phi, SmallFC, VeLO
+from features import Phi
+from mulo import LO, LOConfig, SmallFC, VeLO
 
 FORMAT, VERSION = "mulo", 1
 SHIPPED = Path(__file__).parent / "weights"

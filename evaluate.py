@@ -26,7 +26,6 @@ import checkpoints
 import metatrain
 import mulo
 import report
-import rule
 import ship
 import tasks
 import training
@@ -152,7 +151,7 @@ def main() -> None:
         _of_a_run(p)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rule.keep_freed_memory()
+    training.keep_freed_memory()
     try:
         _complete(args)
         if args.what == "tune":

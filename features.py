@@ -2,29 +2,29 @@
 
 Pure functions, tensors in and tensors out; no network, no μP, no Optimizer. Paper: appendix A.1
 ("input, output, update and scaling") and the three feature tables. Read this file first, then
-`lo.py` (the networks), `rule.py` (the step), `roles.py` (the rules) and `mulo.py` (the Optimizer).
+`mulo.py` (the networks, the step, the Optimizer) and `roles.py` (μP).
 
-Symbols (paper -> code), with the shapes used throughout. `S` equal-shaped tensors are stacked in
-front (the layers of a model, or the particles of meta-training); `shape` is one tensor's own shape.
+Symbols (paper -> code) and shapes. S tensors of equal shape are stacked along the first axis: the
+particles of meta-training, or one tensor of a model (S = 1). `shape` is one tensor's own shape.
 
     theta, nabla        p, g        (S, *shape)      parameter and gradient
     M_1..M_3            M           (S, 3, *shape)   momenta, one per decay beta_1..beta_3
     V                   V           (S, *shape)      second moment, decay beta_4
     r_5..r_7, c_5..c_7  r, c        (S, 3, *shape)   row and column means of g^2, beta_5..beta_7;
-                                                     size 1 along the axis that was averaged away
+                                                     size 1 along the axis that was averaged
     F^(nabla), F^(M)    F_grad, F_mom                adafactor-normalised g and M
-    1 - beta            rates                        mixing rates; betas themselves are never needed
+    1 - beta            rates                        mixing rates; beta itself is never needed
 
-Rows and columns. The axis `d0` is a tensor's largest and `d1` its second largest; r is averaged
-over d0 (so it is indexed by d1) and c over d1; all other axes are batch. Keeping the averaged axis
-with size 1 lets every formula below broadcast, whatever the rank and layout: nothing is permuted or
-tiled. Tensors of rank 0 and 1 are not factored: r = c = the accumulated g^2 itself ("diagonal").
+Rows and columns. `d0` is a tensor's largest axis and `d1` its second largest. r is the mean over
+d0 (so it is indexed by d1), c the mean over d1; all other axes are batch axes. The averaged axis is
+kept with size 1, so every formula broadcasts, whatever the rank and layout. Tensors of rank 0 and
+1 ("vectors") are not factored: r = c = the accumulated g^2 itself.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,10 +35,12 @@ FRACTIONS = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
 BETA_M, BETA_V, BETA_RC = (0.9, 0.99, 0.999), (0.999,), (0.9, 0.99, 0.999)
 
 TINY = 1e-28  # a mean square (or mean of g^2) this small counts as zero
-G_MAX = 1e15  # beyond this g^2 summed over a tensor could overflow float32
+CLIP = {"small_fc": 1e15, "velo": 1000.0}  # of gradients; sums of g^2 beyond 1e30 could overflow
 
+Phi = dict[
+    str, Tensor
+]  # the weights of a learned optimizer, with a leading axis: S, or 1 if shared
 Dims = tuple[int, int] | None  # (d1, d0) as negative axes; None for rank 0 and 1
-Momenta = Tensor | Sequence[Tensor]  # M, (S, 3, *shape), or its decays in pieces, (S, 1, *shape)
 
 
 class Accumulators(NamedTuple):
@@ -61,37 +63,36 @@ class Rates(NamedTuple):
 class Eps(NamedTuple):
     """The epsilons of one run. The paper has none; these are the reference code's (DIVERGES)."""
 
-    mode: str  # "reference", "relative" or "fan_in"
+    mode: str  # "reference"; "fan_in": times `scale`; "relative": to a tensor's own gradients
     rms: float  # in the RMS normaliser; 0 is allowed
-    scale: Tensor | float = 1.0  # (S,), 1/fan_in under mode "fan_in": section 4's last remark
+    scale: Tensor | float = 1.0  # (S,): 1/fan_in under mode "fan_in" (the end of section 4)
 
 
-class Scales(NamedTuple):
-    """Per-tensor quantities the dense features need, cheap to keep because they are vectors."""
-
-    unit_V: Tensor | float  # what V is divided by before it is normalised
-    eps_M: Tensor | float  # epsilon of M / sqrt(V)
-    eps_V: Tensor | float  # epsilon of 1 / sqrt(V)
-    grad: tuple[Tensor, Tensor]  # F_grad = g * grad[0] * grad[1]
-    mom: tuple[Tensor, Tensor]  # F_mom = M * mom[0] * mom[1]
-
-    def split(self, cut: Callable[[Tensor], Sequence[Tensor]]) -> list[Scales]:
-        """The same for each block of a tensor that `cut` cuts into blocks."""
-        grad = list(zip(*map(cut, self.grad), strict=True))
-        mom = grad if self.mom is self.grad else list(zip(*map(cut, self.mom), strict=True))
-        return [self._replace(grad=a, mom=b) for a, b in zip(grad, mom, strict=True)]
+# ---------------------------------------------------------------- helpers
 
 
-def cut(x: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    """x (S, 3, ...) cut along its decays like M; the same for all if it has only one of them."""
-    if len(pieces) == 1 or x.shape[1] == 1:
-        return [x] * len(pieces)
-    return x.split([m.shape[1] for m in pieces], 1)
+@functools.cache
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A constant tensor, created once per device: copying a list to a GPU syncs with it."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
     """Append size-1 axes until x has `ndim`: a per-tensor value then broadcasts over the tensor."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if isinstance(x, Tensor) else x
+
+
+def wide(x: Tensor) -> Tensor:
+    """x itself if it is float32 or float64, else x as float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def clean(g: Tensor, clip: float) -> Tensor:
+    """The gradient, at least float32, with NaN and infinities replaced by 0, clipped to +-clip.
+
+    DIVERGES: the paper does not say; one bad entry must not spread into the state.
+    """
+    return torch.nan_to_num(wide(g), nan=0.0, posinf=0.0, neginf=0.0).clamp(-clip, clip)
 
 
 def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
@@ -110,12 +111,23 @@ def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
     return order[-2] - n, order[-1] - n
 
 
-def init_accumulators(p: Tensor, dims: Dims, apart: bool = False) -> Accumulators:
-    """Zeros for a stack p of shape (S, *shape); `apart` if each decay of M is to be contiguous."""
+def mean_over(x: Tensor, keep: int) -> Tensor:
+    """Mean over all axes but the first `keep`, which stay as size 1."""
+    return x.flatten(keep).mean(-1).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
+
+
+def or_one(x: Tensor, factor: float = 1.0) -> Tensor:
+    """factor * x, or 1 where x counts as zero."""
+    return torch.where(x <= TINY, torch.ones_like(x), factor * x)
+
+
+# ---------------------------------------------------------------- accumulators
+
+
+def init_accumulators(p: Tensor, dims: Dims) -> Accumulators:
+    """Zeros for a stack p of shape (S, *shape)."""
     z = p.new_zeros((), dtype=torch.float32)
     M = z.new_zeros((p.shape[0], 3, *p.shape[1:]))
-    if apart:
-        M = z.new_zeros((3, *p.shape)).transpose(0, 1)
     r_shape, c_shape = list(M.shape), list(M.shape)
     if dims is not None:
         r_shape[dims[1]], c_shape[dims[0]] = 1, 1
@@ -125,164 +137,124 @@ def init_accumulators(p: Tensor, dims: Dims, apart: bool = False) -> Accumulator
 def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
     """1 - beta, with beta = 1 - exp(10 (log(1 - beta0)/10 + o)) and the offset o learned.
 
-    DIVERGES: the paper only says that the betas are learnable; this is the reference's form. Betas
-    of V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. The float32
-    beta is formed and subtracted from 1, as the reference does: that keeps its rounding, 5e-5 of 1
-    - 0.999.
+    DIVERGES: the paper only says that the betas are learned; this is the reference's form. Betas of
+    V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. The float32 beta
+    is formed and then subtracted from 1, as in the reference: that keeps its rounding, which is
+    5e-5 of 1 - 0.999.
     """
-    beta0 = torch.tensor(beta0, dtype=offset.dtype, device=offset.device)
+    beta0 = constant(beta0, offset.dtype, offset.device)
     beta = 1 - (10 * ((1 - beta0).log() / 10 + offset)).exp()
     return 1 - (beta.clamp(0, 1) if clip else beta)
 
 
-def wide(x: Tensor) -> Tensor:
-    """x itself if it is float32 or float64, else x as float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def rates_of(phi: Phi) -> Rates:
+    """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
+    zero = phi["w0"].new_zeros(1, 1)
+    return Rates(
+        mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
+        mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),
+        mixing_rate(phi.get("adafactor_decays", zero), BETA_RC, clip=True),
+    )
 
 
-def clean(g: Tensor, clip: float = G_MAX) -> Tensor:
-    """The gradient, at least float32, with NaN and infinities taken as 0, clipped to +-clip.
+def accumulate(acc: Accumulators, g: Tensor, dims: Dims, rates: Rates, eps: Eps) -> Accumulators:
+    """Mix g into M, g^2 into V, and the row and column means of g^2 into r and c.
 
-    DIVERGES: the paper does not say; one bad entry must not spread into the state.
+    M_i <- beta_i M_i + (1 - beta_i) g, and so on; r and c of a vector take g^2 itself.
     """
-    return torch.nan_to_num(wide(g), nan=0.0, posinf=0.0, neginf=0.0).clamp(-clip, clip)
+    q = g.square()
+    M = torch.lerp(acc.M, g.unsqueeze(1), trailing(rates.M, acc.M.ndim))
+    V = torch.lerp(acc.V, q, trailing(rates.V[:, 0], q.ndim))
+    row, col = (q, q) if dims is None else (q.mean(dims[1], True), q.mean(dims[0], True))
+    floor = 0.0 if eps.mode == "relative" else trailing(1e-30 * eps.scale, q.ndim)
+    rate = trailing(rates.rc, acc.r.ndim)
+    r = torch.lerp(acc.r, (row + floor).unsqueeze(1), rate)
+    return Accumulators(M, V, r, torch.lerp(acc.c, (col + floor).unsqueeze(1), rate))
 
 
-def is_clean(g: Tensor, clip: float = G_MAX) -> bool:
-    """Whether `clean` would change nothing (for CPU tensors: it looks at the values)."""
-    low, high = (float(x) for x in torch.aminmax(g))  # as floats: clip is infinite in float16
-    return low >= -clip and high <= clip  # False for NaN
+# ---------------------------------------------------------------- per-parameter features
 
 
-def accumulate(
-    M: Momenta, V: Tensor, g: Tensor, q: Tensor, rates: Rates, in_place: bool = False
-) -> tuple[Momenta, Tensor]:
-    """M_i <- beta_i M_i + (1 - beta_i) g and V <- beta_4 V + (1 - beta_4) q, where q = g^2."""
-    mix = Tensor.lerp_ if in_place else torch.lerp
-    g1, V = g.unsqueeze(1), mix(V, q, trailing(rates.V[:, 0], V.ndim))
-    if isinstance(M, Tensor):
-        return mix(M, g1, trailing(rates.M, M.ndim)), V
-    pieces = zip(M, cut(rates.M, M), strict=True)
-    return [mix(m, g1, trailing(rate, m.ndim)) for m, rate in pieces], V
-
-
-def accumulate_factored(
-    r: Tensor,
-    c: Tensor,
-    row_mean: Tensor,  # (S, *shape), mean of g^2 over d0, kept with size 1
-    col_mean: Tensor,  # (S, *shape), mean of g^2 over d1, kept with size 1
-    rates: Rates,
+def parameter_features(
+    p: Tensor,  # (S, *shape)
+    g: Tensor,  # (S, *shape)
+    acc: Accumulators,  # after `accumulate`
+    dims: Dims,
     eps: Eps,
-) -> tuple[Tensor, Tensor]:
-    """r_i <- beta_i r_i + (1 - beta_i) row_mean(g^2), and c likewise."""
-    rate = trailing(rates.rc, r.ndim)
-    floor = 0.0 if eps.mode == "relative" else trailing(1e-30 * eps.scale, row_mean.ndim)
-    r = torch.lerp(r, (row_mean + floor).unsqueeze(1), rate)
-    return r, torch.lerp(c, (col_mean + floor).unsqueeze(1), rate)
+    kind: str,  # "small_fc", "velo" or "velo_paper"
+) -> dict[str, Tensor]:
+    """The network's inputs in their order, (S, 1 or 3, *shape) each, before normalisation.
 
-
-def factored_means(q: Tensor, dims: Dims, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Row and column means of q = g^2; q itself, twice, when it is not factored.
-
-    `shape` is the whole tensor's: for a block q of it this is the block's share of the means.
-    """
-    if dims is None:
-        return q, q
-    d1, d0 = dims
-    return q.sum(d0, True) / shape[d0], q.sum(d1, True) / shape[d1]
-
-
-def _over(x: Tensor, keep: int) -> Tensor:
-    """Mean over all axes but the first `keep`, with the shape kept for broadcasting."""
-    return x.flatten(keep).mean(-1).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
-
-
-def _safe(x: Tensor, factor: float = 1.0) -> Tensor:
-    """factor * x, or 1 where x is as good as zero."""
-    return torch.where(x <= TINY, torch.ones_like(x), factor * x)
-
-
-def scales(V_mean: Tensor, r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> Scales:
-    """The vectors of F_grad = g sqrt(mean(r) / (r c^T)), F_mom likewise, and the epsilons of V.
-
-    V_mean is (S, 1, ...): the mean of V, used only by the relative epsilons, which tie every
-    epsilon to the tensor's own gradient scale so that the features do not change when the loss is
-    rescaled.
-    """
-    if eps.mode == "relative":
-        R = _over(r, 2)  # one per tensor and decay
-        col = torch.maximum(c, _safe(R, 1e-8)).rsqrt()
-        row = (r / _safe(R)).clamp_min(1e-8).rsqrt()
-        pair = (c.new_ones((1,) * c.ndim), col) if dims is None else (row, col)
-        return Scales(_safe(V_mean), _safe(V_mean, 1e-8), _safe(V_mean, 1e-2), pair, pair)
-    e6, e9 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-9))
-    eps_V = trailing(1e-6 * eps.scale, V_mean.ndim)
-    if dims is not None:
-        r_mean = r.mean(dims[0], True)  # over d1: one per decay and batch index
-        pair = (r / (r_mean + e9)).clamp(min=e9).rsqrt(), c.clamp(min=e9).rsqrt()
-        return Scales(1.0, eps_V, eps_V, pair, pair)
-    one = c.new_ones((1,) * c.ndim)
-    mom = (c if velo else c + e6).rsqrt()  # DIVERGES: the reference's VeLO has no epsilon here
-    return Scales(1.0, eps_V, eps_V, (one, (c + e9).clamp(min=e9).rsqrt()), (one, mom))
-
-
-def row_col_features(r: Tensor, c: Tensor, eps: Eps) -> tuple[Tensor, Tensor]:
-    """[r, 1/sqrt(r)] and [c, 1/sqrt(c)], each (S, 6, *shape) and still of size 1 along one axis."""
-    if eps.mode == "relative":
-        R = _over(r, 2)  # (S, 3, 1, ...)
-        unit, e = _safe(R), _safe(R, 1e-2)
-    else:
-        unit, e = 1.0, trailing(1e-8 * eps.scale, r.ndim)
-    return tuple(torch.cat([x / unit, (x + e).rsqrt()], 1) for x in (r, c))
-
-
-def dense_features(
-    p: Tensor, g: Tensor, M: Momenta, V: Tensor, s: Scales, kind: str
-) -> list[Tensor]:
-    """The features that differ at every entry, as (S, 1 or 3, *shape) each: 16 in all, 18 for VeLO.
-
-    With M in pieces each feature comes alone, as (S, 1, *shape): a compiler keeps it in registers.
-
-    Order: g, [clip(g),] p, M, V, M/sqrt(V), 1/sqrt(V), F_grad, [g/sqrt(V),] F_mom.
+    Row and column features keep size 1 along the axis that was averaged. This dict is the only list
+    of features: names, counts and the size of the network follow from it (`feature_names`).
     DIVERGES: g/sqrt(V) is in the reference's VeLO (30 features) but not in the paper's table (29).
     """
-    inv_M = (V + s.eps_M).rsqrt_()
-    inv_V = inv_M if s.eps_V is s.eps_M else (V + s.eps_V).rsqrt_()
-    M = (M,) if isinstance(M, Tensor) else M
-
-    def product(pair: tuple[Tensor, Tensor]) -> list[Tensor]:  # one to a piece of M
-        return [a * b for a, b in zip(*(cut(x, M) for x in pair), strict=True)]
-
-    rho = product(s.grad)
-    rho_M = rho if s.mom[1] is s.grad[1] else product(s.mom)
-    V = V if isinstance(s.unit_V, float) else V / s.unit_V
-    g1, inv_M = g.unsqueeze(1), inv_M.unsqueeze(1)  # (S, 1, *shape)
-    parts = [
-        g1,
-        p.unsqueeze(1),
-        *M,
-        V.unsqueeze(1),
-        *(m * inv_M for m in M),
-        inv_V.unsqueeze(1),
-        *(g1 * x for x in rho),
-        *(m * x for m, x in zip(M, rho_M, strict=True)),
-    ]
+    M, r, c = acc.M, acc.r, acc.c
+    p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
+    e = epsilons(V, r, eps)
+    inv_M, inv_V = (V + e.M).rsqrt(), (V + e.V).rsqrt()
+    F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
+    x = {"g": g}
     if kind != "small_fc":
-        parts.insert(1, g1.clamp(-0.1, 0.1))
+        x["clip(g)"] = g.clamp(-0.1, 0.1)
+    x |= {"p": p, "M": M, "V": V / e.unit_V, "M/sqrt(V)": M * inv_M, "1/sqrt(V)": inv_V}
+    x["g*F"] = g * F_g
     if kind == "velo":
-        parts.insert(-len(M), g1 * inv_M)
-    return parts
+        x["g/sqrt(V)"] = g * inv_M
+    x |= {"r": r / e.unit_r, "c": c / e.unit_r}
+    x |= {"1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
+    x["M*F"] = M * F_m
+    return x
 
 
-def feature_index(kind: str) -> tuple[list[int], list[int], list[int]]:
-    """Where the dense, row and column features stand in the network's input.
+@functools.cache
+def feature_names(kind: str) -> tuple[str, ...]:
+    """The name of each of the network's inputs, in order: 39 for small_fc, 30 (29) for VeLO."""
+    one = torch.ones(1, 1, 1)
+    acc = init_accumulators(one, (-2, -1))
+    found = parameter_features(one, one, acc, (-2, -1), Eps("reference", 1e-5), kind)
+    names = [
+        f"{name}{k + 1}" if x.shape[1] > 1 else name
+        for name, x in found.items()
+        for k in range(x.shape[1])
+    ]
+    return (*names, *(f"t/{x}" for x in TIMESCALES if kind == "small_fc"))
 
-    The input is: dense but F_mom | r | c | 1/sqrt(r) | 1/sqrt(c) | F_mom | time (small_fc only).
-    """
-    d = {"small_fc": 13, "velo": 15, "velo_paper": 14}[kind]
-    dense = [*range(d), *range(d + 12, d + 15)]
-    row = [*range(d, d + 3), *range(d + 6, d + 9)]
-    return dense, row, [i + 3 for i in row]
+
+class Epsilons(NamedTuple):
+    """What keeps the features finite, per tensor: (S, 1, ...) or a number each."""
+
+    unit_V: Tensor | float  # V is divided by this before the network sees it
+    unit_r: Tensor | float  # so are r and c
+    M: Tensor | float  # added to V in M / sqrt(V)
+    V: Tensor | float  # added to V in 1 / sqrt(V)
+    r: Tensor | float  # added to r and c in 1 / sqrt(r), 1 / sqrt(c)
+
+
+def epsilons(V: Tensor, r: Tensor, eps: Eps) -> Epsilons:
+    """Relative epsilons are tied to a tensor's mean V and r: rescaling the loss changes nothing."""
+    if eps.mode == "relative":
+        V, r = mean_over(V, 1), mean_over(r, 2)
+        return Epsilons(or_one(V), or_one(r), or_one(V, 1e-8), or_one(V, 1e-2), or_one(r, 1e-2))
+    e6, e8 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-8))
+    return Epsilons(1.0, 1.0, e6, e6, e8)
+
+
+def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[Tensor, Tensor]:
+    """sqrt(mean(r) / (r c^T)): the factors of g in F_grad and of M in F_mom, (S, 3, *shape)."""
+    e9, e6 = (trailing(e * eps.scale, r.ndim) for e in (1e-9, 1e-6))
+    if eps.mode == "relative":
+        mean = mean_over(r, 2)  # one per tensor and decay
+        F = torch.maximum(c, or_one(mean, 1e-8)).rsqrt()
+        if dims is not None:
+            F = (r / or_one(mean)).clamp_min(1e-8).rsqrt() * F
+        return F, F
+    if dims is not None:
+        mean = r.mean(dims[0], True)  # over d1: one per decay and batch index
+        F = (r / (mean + e9)).clamp(min=e9).rsqrt() * c.clamp(min=e9).rsqrt()
+        return F, F
+    # DIVERGES: the reference's VeLO has no epsilon in F_mom.
+    return (c + e9).rsqrt(), (c if velo else c + e6).rsqrt()
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -303,24 +275,27 @@ def time_features(
     """tanh(t/x - 1) for the 11 timescales x, (..., 11); t = 0 at the first step.
 
     DIVERGES: the paper writes tanh(t/x). `t_max` holds t at the longest horizon seen in
-    meta-training. An exported graph brings its timescales: they must move with it to a device.
+    meta-training. An exported graph passes its own `timescales`, which move with it to a device.
     """
     t = wide(t) if t_max is None else wide(t).clamp_max(t_max)
     if timescales is None:
-        timescales = torch.tensor(TIMESCALES, dtype=t.dtype, device=t.device)
+        timescales = constant(TIMESCALES, t.dtype, t.device)
     x = t.unsqueeze(-1) / timescales
     return torch.tanh(x if spec == "paper" else x - 1)
 
 
-def pace(t: Tensor, t_max: float | None, power: float) -> Tensor | float:
-    """The factor on updates after the meta-trained horizon, (t_max / t)^power; 1 up to it.
+def annealing(t: Tensor, t_max: float | None, power: float) -> Tensor | float:
+    """The factor on updates beyond the meta-trained horizon, (t_max / t)^power; 1 up to it.
 
-    DIVERGES: in the reference an optimizer knows no horizon. At the rate that was best for t_max
-    steps the loss stops falling some time after it, as it would under Adam.
+    DIVERGES: the reference has no horizon. At the rate that was best for t_max steps the loss stops
+    falling some time after it, as it would under Adam.
     """
     if t_max is None or not power:
         return 1.0
     return (t_max / wide(t).clamp_min(t_max)) ** power
+
+
+# ---------------------------------------------------------------- per-tensor features (VeLO)
 
 
 def fraction_features(
@@ -331,7 +306,7 @@ def fraction_features(
     DIVERGES: the paper writes tanh(t/T - 10x), which is saturated at almost every t.
     """
     f = (wide(t) / num_steps).unsqueeze(-1)
-    x = torch.tensor(FRACTIONS, dtype=f.dtype, device=f.device) if fractions is None else fractions
+    x = constant(FRACTIONS, f.dtype, f.device) if fractions is None else fractions
     return torch.tanh(f - 10 * x if spec == "paper" else 10 * (f - x))
 
 

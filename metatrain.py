@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import kernels
 import mulo
-import rule
+import training
 from checkpoints import write_atomically
 from pes import Trainer, expected_memory, pes_gradient
 
@@ -74,7 +75,7 @@ class Recipe:
     lr_end: float = 1e-3
     weight_decay: float = 1e-4
     clip: float = 1.0  # of the meta-gradient's norm. DIVERGES: the reference clips the update
-    compile: bool = False  # a step of the nets of a width as one graph: faster, after minutes
+    backend: str = "auto"  # of the learned optimizer's step: see mulo.MuLO
 
     def __post_init__(self):
         counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
@@ -367,12 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
-    numbers.add_argument(
-        "--compile",
-        action="store_true",
-        default=None,
-        help="for long runs: faster, after a minute or two to a width of MLPs",
-    )
+    numbers.add_argument("--backend", choices=kernels.BACKENDS, help="of the optimizer's step")
     return parser
 
 
@@ -401,7 +397,7 @@ def main() -> None:
     args, run = _parser().parse_args(), None
     if args.checkpoint_every < 1:
         sys.exit("metatrain.py: --checkpoint-every must be 1 or more.")
-    rule.keep_freed_memory()
+    training.keep_freed_memory()
     try:
         if args.dry_run:
             r = recipe(args.recipe, args.scale, **_changes(args))

@@ -7,69 +7,340 @@
     opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.load("mulo_m"))
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
-This file is the Optimizer and the public names. The order to read: `features.py` (what the
-optimizer sees), `lo.py` (the networks), `rule.py` (the step), `roles.py` (the rules of section 4),
-then this file; `checkpoints.py` has the files.
+In this order: the configuration, the networks `SmallFC` and `VeLO`, the step as the paper tells it
+(eq. 2 and 3), and the Optimizer. `features.py` has what the networks see, `roles.py` the rules of
+μP, `checkpoints.py` the files; all public names are here. `kernels/` has the same step made fast.
+
+Weights phi are dicts of tensors with a leading axis: 1 if all tensors share them, else one set for
+each tensor of a stack (VeLO generates them, and each particle of meta-training has its own).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from numbers import Integral, Real
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import features
-import fused
-import lo as lo_module
-import rule
-from checkpoints import from_pylo, from_reference, load, save
-from features import Accumulators, Dims, LossBuffer
-from lo import LO, LOConfig, Phi, SmallFC, VeLO
+import kernels
+from features import Accumulators, Dims, Eps, LossBuffer, Phi, trailing
+from kernels import folded
 from roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
-from rule import Net
 
-__all__ = [
-    "LO",
-    "RULES",
-    "LOConfig",
-    "MuLO",
-    "Readout",
-    "SmallFC",
-    "VeLO",
-    "from_pylo",
-    "from_reference",
-    "infer_roles",
-    "init_",
-    "load",
-    "multiply_outputs_",
-    "param_groups",
-    "save",
-]
+FILES = ("from_pylo", "from_reference", "load", "save")  # of checkpoints.py
+__all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "infer_roles", "init_"]
+__all__ += ["multiply_outputs_", "param_groups", *FILES]
+
+
+def __getattr__(name: str):
+    """Import `FILES` when they are first used, as checkpoints.py imports this module."""
+    if name in FILES:
+        import checkpoints
+
+        return getattr(checkpoints, name)
+    raise AttributeError(f"module 'mulo' has no attribute {name!r}")
+
+
+# ---------------------------------------------------------------- configuration and networks
+
+
+@dataclasses.dataclass(frozen=True)
+class LOConfig:
+    """Everything about a learned optimizer that is not a weight; stored in its checkpoint."""
+
+    net: str = "small_fc"  # or "velo"
+    hidden_size: int = 32  # the authors' configuration; 4 in the paper's text
+    hidden_layers: int = 2  # paper, appendix A.1.1
+    lam1: float = 0.001  # lambda_1 of eq. 2; 0.01 for the small_fc μLOs (paper, appendix C)
+    lam2: float = 0.001  # lambda_2 of eq. 2
+    spec: str = "reference"  # or "paper": the paper's literal time features, 29 VeLO features
+    eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
+    eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
+    t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
+    anneal: float = 0.0  # beyond t_max updates shrink as (t_max / t)^anneal
+    lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
+    param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
+    param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
+    use_bugged_loss_features: bool = False  # VeLO: all loss half-lives 10, for old checkpoints
+
+    def __post_init__(self):
+        choices = {
+            "net": ("small_fc", "velo"),
+            "spec": ("reference", "paper"),
+            "eps": ("reference", "relative", "fan_in"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown: use one of {allowed}."
+                )
+        for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
+        for name in ("lam1", "lam2", "eps_rms", "anneal"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
+        number = isinstance(self.t_max, int | float) and 0 < self.t_max < math.inf
+        if not number and self.t_max is not None:
+            raise ValueError(f"t_max must be None or a number above 0, not {self.t_max!r}.")
+
+    @property
+    def feature_set(self) -> str:
+        """Which feature set: "small_fc", "velo" or "velo_paper"."""
+        return "velo_paper" if (self.net, self.spec) == ("velo", "paper") else self.net
+
+    @property
+    def num_features(self) -> int:
+        return len(features.feature_names(self.feature_set))
+
+    def layer_sizes(self) -> list[int]:
+        return [self.num_features, *[self.hidden_size] * self.hidden_layers, 2]
+
+
+def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | None) -> Tensor:
+    """N(0, 1/fan_in) truncated at two standard deviations: the reference's init."""
+    return nn.init.trunc_normal_(torch.empty(shape), generator=generator).mul_(fan_in**-0.5)
+
+
+class LO(nn.Module):
+    """Weights phi with their config. Subclasses say which weights there are and how they start."""
+
+    mup = False  # known to be meta-trained under μP
+
+    def __init__(self, config: LOConfig, generator: torch.Generator | None = None):
+        super().__init__()
+        self.config = config
+        for name, value in self.initial_weights(config, generator).items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def with_config(self, **fields) -> LO:
+        """A copy with the same weights under another config."""
+        new = type(self)(dataclasses.replace(self.config, **fields))
+        new.load_state_dict(self.state_dict())
+        new.mup = self.mup
+        return new.to(next(self.parameters()).device)
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.config})"
+
+
+class SmallFC(LO):
+    """small_fc_lopt: one MLP for every parameter; its decays are weights too, as offsets."""
+
+    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
+        super().__init__(dataclasses.replace(config or LOConfig(), net="small_fc"), generator)
+
+    @staticmethod
+    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
+        phi, sizes = {}, config.layer_sizes()
+        for k, (n, m) in enumerate(pairwise(sizes)):
+            phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"b{k}"] = torch.zeros(m)
+        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        return phi | {name: torch.zeros(n) for name, n in decays.items()}
+
+    def forward(self, A: Tensor) -> Tensor:
+        """The bare network: features (..., 39) -> [d, m] (..., 2)."""
+        return mlp(stacked(self), A[None], self.config.hidden_layers)[0]
+
+
+class VeLO(LO):
+    """An LSTM over tensors that generates, each step, every tensor's own MLP and rate alpha."""
+
+    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
+        super().__init__(
+            dataclasses.replace(config or LOConfig(hidden_size=4), net="velo"), generator
+        )
+
+    @staticmethod
+    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
+        H, K = config.lstm_hidden, config.param_inits
+        phi = {}
+        for name, n, m in (
+            ("mix", 30, H),  # linear_1 of the reference: its maximum over tensors is shared by all
+            ("embed", 30, H),  # linear_2
+            ("lstm", 2 * H, 4 * H),
+            ("controls", H, K),
+            ("alpha", H, 1),  # step_size
+        ):
+            phi[f"{name}_w"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"{name}_b"] = torch.zeros(m)
+        phi |= {"hidden0": torch.zeros(1, H), "cell0": torch.zeros(1, H)}
+        sizes = config.layer_sizes()
+        for k, (n, m) in enumerate(pairwise(sizes)):
+            phi[f"bank_w{k}"] = _truncated_normal(K, n, m, fan_in=n, generator=generator)
+            phi[f"bank_b{k}"] = torch.zeros(K, m)
+        return phi
+
+
+def stacked(lo: LO) -> Phi:
+    """The weights of an LO with a leading axis of 1, as `step` takes them."""
+    return {name: w.unsqueeze(0) for name, w in lo.named_parameters(recurse=False)}
+
+
+def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
+    """f_phi(A) = W2 relu(W1 relu(W0 A + b0) + b1) + b2, for x (S, ..., F) -> (S, ..., 2)."""
+    shape = x.shape
+    x = x.reshape(shape[0], -1, shape[-1])
+    for k in range(hidden_layers + 1):
+        x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
+        x = x.relu() if k < hidden_layers else x
+    return x.reshape(*shape[:-1], 2)
+
+
+def lstm_step(
+    phi: Phi,  # (P | 1, ...) each
+    x: Tensor,  # (P, T, 30): features of the T tensors of P nets
+    h: Tensor,  # (P, T, H)
+    cell: Tensor,  # (P, T, H)
+) -> tuple[Tensor, Tensor]:
+    """One step of the LSTM over the tensors of a net, which mix by a maximum: new h and cell."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
+
+    y = linear("embed", x) + linear("mix", x).relu().amax(-2, keepdim=True)
+    i, g, f, o = linear("lstm", torch.cat([y, h], -1)).chunk(4, -1)
+    cell = torch.sigmoid(f + 1) * cell + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
+    """From the LSTM's output h (P, T, H): MLP weights (P, T, ...) and the rate alpha (P, T).
+
+    theta = 100 mean_k(control_k theta_k) over the bank. DIVERGES: alpha is the raw linear output,
+    which may be negative; the paper only calls it a learning-rate multiplier.
+    """
+    control = h @ phi["controls_w"] + phi["controls_b"].unsqueeze(-2)  # (P, T, K)
+    control = control * (100 / config.param_inits)
+    weights = {}
+    for k in range(config.hidden_layers + 1):
+        for n in "wb":
+            bank = phi[f"bank_{n}{k}"]  # (P | 1, K, ...)
+            weights[f"{n}{k}"] = (control @ bank.flatten(2)).unflatten(-1, bank.shape[2:])
+    return weights, (h @ phi["alpha_w"] + phi["alpha_b"].unsqueeze(-2)).squeeze(-1)
+
+
+def generate(
+    config: LOConfig,
+    phi: Phi,
+    memory: LossBuffer,  # of P nets
+    loss: Tensor,  # (P,)
+    decays: Tensor,  # (10,) or (P, 10), from features.loss_decays
+    t: Tensor,  # (P, T)
+    num_steps: Tensor | int,  # the length of the run; (P, 1) if nets differ
+    x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
+    h: Tensor,  # (P, T, H)
+    cell: Tensor,  # (P, T, H)
+) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
+    """VeLO before each step: advance the LSTM; return its state, and each tensor's MLP and alpha.
+
+    P nets of T tensors each; the weights are (P, T, ...), alpha is (P, T).
+    """
+    memory, x_loss = features.loss_features(memory, loss, decays)
+    x_time = features.fraction_features(t, num_steps, config.spec)
+    x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
+    x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
+    h, cell = lstm_step(phi, x, h, cell)
+    return memory, h, cell, *hypernetwork(config, phi, h)
+
+
+# ---------------------------------------------------------------- the step
+
+
+def step(
+    config: LOConfig,
+    phi: Phi,  # w0 (S | 1, 39, h), b0 (S | 1, h), ...
+    acc: Accumulators,
+    p: Tensor,  # (S, *shape)
+    g: Tensor,  # (S, *shape)
+    t: Tensor,  # () or (S,), 0 at the first step
+    scale: Tensor,  # (S,): lr times the μP factor, times alpha for VeLO
+    dims: Dims,
+    decay: Tensor | float = 0.0,  # (S,): lr times weight decay
+    eps_scale: Tensor | float = 1.0,  # (S,): 1/fan_in with eps="fan_in", else 1
+) -> tuple[Accumulators, Tensor]:
+    """One step of S equal-shaped tensors: accumulate, build the features, normalise, MLP, update.
+
+    Pure. This is the text; the other backends compute the same and are tested against it.
+    """
+    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
+    p, g = features.wide(p), features.clean(g, features.CLIP[config.net]).to(acc.V)
+    shape = p.shape[1:]
+    acc = features.accumulate(acc, g, dims, rates, eps)
+    found = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
+    A_hat = torch.cat([x.expand(-1, -1, *shape).flatten(2).mT for x in found.values()], -1)
+    A = A_hat * features.inverse_rms(A_hat.square().mean(1), eps).unsqueeze(1)  # (S, n, 28)
+    if config.net == "small_fc":
+        T = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)  # (S | 1, 1, 11)
+        A = torch.cat([A, T.expand(len(p), A.shape[1], -1)], -1)  # (S, n, 39)
+        scale = scale * features.annealing(t, config.t_max, config.anneal)
+    d, m = mlp(phi, A, config.hidden_layers).unflatten(1, shape).unbind(-1)  # (S, *shape) each
+    update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
+    new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
+    return acc, new_p
+
+
+PURE = {"literal": step, "folded": folded.step}  # backends that are one pure function
 
 
 @dataclasses.dataclass
-class Bucket:
-    """Equal-shaped parameters that take their step together."""
+class Stack:
+    """P tensors of one shape with their accumulators, which `advance_` steps in place."""
 
-    params: list[nn.Parameter]
-    groups: list[dict]  # the param group of each
-    dims: Dims
-    p: Tensor  # (S, *shape): a view of the one parameter, or a float32 copy of several
-    g: Tensor  # (S, *shape)
+    p: Tensor  # (P, *shape)
     acc: Accumulators
-
-    def per_tensor(self, value: Callable[[dict], float]) -> Tensor:
-        """value(group) of each tensor, (S,)."""
-        values = [float(value(group)) for group in self.groups]
-        return torch.tensor(values, dtype=torch.float32, device=self.p.device)
+    dims: Dims
+    rows: np.ndarray | None = None  # for kernels: one row per tensor, from kernels.rows
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and x.device == y.device and torch.equal(x, y)
+class Weights:
+    """The weights of the step for P nets of T tensors: phi, and packed once for kernels."""
+
+    def __init__(self, config: LOConfig, phi: Phi, backend: str):
+        self.phi = phi  # (P | 1, T | 1, ...) each
+        self.packed = kernels.pack(config, phi) if backend == "kernel" else None
+
+
+def advance_(
+    config: LOConfig,
+    backend: str,  # "kernel", "folded" or "literal"
+    weights: Weights,
+    stacks: list[Stack],  # T of them, of P tensors each
+    grads: list[Tensor],  # (P, *shape) each
+    values: Tensor,  # (4, P, T): t, scale, decay, eps_scale, as in `step`
+) -> Tensor | int:
+    """Step the stacks in place; returns how many gradient entries were NaN or infinite."""
+    bad, slow = 0, range(len(stacks))
+    if backend == "kernel":
+        fast = [n for n in slow if stacks[n].rows is not None]
+        slow = [n for n in slow if stacks[n].rows is None]
+        if fast:
+            rows = np.concatenate([stacks[n].rows for n in fast])
+            given = [grads[n] for n in fast]
+            bad = kernels.step_(config, rows, given, weights.packed, values, fast)
+    pure = PURE.get(backend, folded.step)
+    for n in slow:
+        x, g = stacks[n], grads[n]
+        phi = {k: w[:, n if w.shape[1] > 1 else 0] for k, w in weights.phi.items()}
+        t, scale, decay, eps_scale = values[..., n]
+        eps_scale = eps_scale if config.eps == "fan_in" else 1.0
+        acc, p = pure(config, phi, x.acc, x.p, g, t, scale, x.dims, decay, eps_scale)
+        bad = bad + (~g.isfinite()).sum()
+        torch._foreach_copy_([x.p, *x.acc], [p, *acc])
+    return bad
+
+
+# ---------------------------------------------------------------- the Optimizer
 
 
 class MuLO(torch.optim.Optimizer):
@@ -78,17 +349,16 @@ class MuLO(torch.optim.Optimizer):
     A torch optimizer like any other, with these keys in its param groups:
 
     lr            a plain factor on the update, 1 by default, for schedulers to drive
-    weight_decay  decoupled: a parameter shrinks by lr * weight_decay a step
+    weight_decay  decoupled: a parameter shrinks by lr * weight_decay per step
     scale         the μP factor on the update, from `param_groups`, apart from lr so that no
                   scheduler overwrites it (with it come `fan_in` and `out_axis`)
     step          t, the time that the learned optimizer sees: 0 at first, and settable
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
-    is float32 whatever the parameters are. Gradient entries that are NaN or infinite are taken as 0
-    and counted in `nonfinite`. compile=True steps with `fused.py`: up to six times faster, but
-    off by default, because the first step then waits for a compiler, half a minute for each kind of
-    tensor (matrices, vectors, ...); a network with a hidden size above 128 (32 on a GPU) is not
-    compiled.
+    is float32 for parameters of any dtype. Gradient entries that are NaN or infinite count as 0 and
+    are counted in `nonfinite`. `backend`: "literal" runs the step of this file, "folded" the same
+    with less memory moved, "kernel" C++ on CPUs and Triton on CUDA; "auto" takes the kernel if it
+    can be built and agrees with "folded", which it is checked for once.
     """
 
     def __init__(
@@ -98,7 +368,7 @@ class MuLO(torch.optim.Optimizer):
         lr: float = 1.0,
         weight_decay: float = 0.0,
         num_steps: int | None = None,
-        compile: bool = False,
+        backend: str = "auto",
     ):
         if not isinstance(lo, LO):
             raise TypeError(f"lo must be a learned optimizer, as mulo.load gives, not {lo!r}.")
@@ -108,6 +378,7 @@ class MuLO(torch.optim.Optimizer):
             )
         if isinstance(params, nn.Module):
             raise TypeError("params are not a model: use mulo.param_groups(model, roles).")
+        kernels.check_name(backend)
         params = params if isinstance(params, Tensor) else list(params)
         if lo.mup and not any(isinstance(x, dict) and "scale" in x for x in params):
             warnings.warn(
@@ -116,17 +387,16 @@ class MuLO(torch.optim.Optimizer):
                 "mulo.init_ before it.",
                 stacklevel=2,
             )
-        self.lo, self.num_steps, self.compile = lo, num_steps, compile
+        self.lo, self.num_steps, self.backend = lo, num_steps, backend
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
         super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0})
 
     def _forget(self) -> None:
-        """Drop what is derived: copies of the weights, and the stacks of accumulators."""
-        self._phi: dict[torch.device, tuple[list, Phi]] = {}
-        self._cut: tuple[LOConfig, list[Tensor], Net] | None = None
-        self._stacks: dict[tuple, tuple[Accumulators, list[dict[str, Tensor]]]] = {}
+        """Drop what is derived from parameters, state and weights."""
+        self._stacks: dict[nn.Parameter, tuple[int, list[Tensor], Stack]] = {}
+        self._shared: dict[torch.device, tuple[tuple, Weights]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -158,184 +428,147 @@ class MuLO(torch.optim.Optimizer):
                 raise TypeError("step takes a closure or the loss: write step(loss=loss).")
             with torch.enable_grad():
                 loss = closure()
-        config = self.lo.config
-        if config.net == "velo" and loss is None:
+        velo = self.lo.config.net == "velo"
+        if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
-        buckets = self._buckets()
-        for b, (net, alpha) in zip(buckets, self._nets(buckets, loss), strict=True):
-            bad = self._advance(b, net, alpha)
-            if bad is not None:
-                self._nonfinite[b.p.device] = self._nonfinite.get(b.p.device, 0) + bad
-            if len(b.params) > 1:
-                torch._foreach_copy_(
-                    b.params, [x.view(q.shape) for x, q in zip(b.p, b.params, strict=True)]
-                )
+        by_device: dict[torch.device, list[tuple[nn.Parameter, dict]]] = {}
+        for p, group in self._with_gradients():
+            by_device.setdefault(p.device, []).append((p, group))
+        stacks = {d: [self._stack(*x) for x in found] for d, found in by_device.items()}
+        made = self._generate(by_device, stacks, loss) if velo and by_device else {}
+        for device, found in by_device.items():
+            weights, alpha = made[device] if velo else (self._weights(device), None)
+            grads = [p.grad.reshape(1, *p.shape or (1,)) for p, _ in found]
+            values = self._values([group for _, group in found], device)
+            if alpha is not None:
+                values[1] *= alpha
+            bad = self._advance(weights, stacks[device], grads, values)
+            self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
             group["step"] += 1
         self._warn_nonfinite()
         return loss
 
-    def _nets(self, buckets: list[Bucket], loss: Tensor | None) -> list[tuple[Net, Tensor | None]]:
-        """The network and, for VeLO, the alpha of each bucket."""
-        if self.lo.config.net == "velo":
-            return self._generate(buckets, loss)
-        shared = {device: self._shared(device) for device in {b.p.device for b in buckets}}
-        return [(shared[b.p.device], None) for b in buckets]
+    def _advance(
+        self, weights: Weights, stacks: list[Stack], grads: list[Tensor], values: Tensor
+    ) -> Tensor | int:
+        """Step the parameters of one device in place: what a subclass may do elsewhere."""
+        backend = kernels.choose(self.backend, self.lo.config, values.device)
+        return advance_(self.lo.config, backend, weights, stacks, grads, values)
 
-    def _shared(self, device: torch.device) -> Net:
-        """The network of all tensors on a device. On the CPU it is cut up once for as long as its
-        weights are as they were; elsewhere to look at them would wait for the device."""
-        config = self.lo.config
-        if device.type != "cpu":
-            return rule.prepare(config, self._weights(device))
-        now = self.lo._parameters.values()
-        if self._cut and self._cut[0] == config and all(map(_same, self._cut[1], now)):
-            return self._cut[2]
-        net = rule.prepare(config, {k: w.clone() for k, w in self._weights(device).items()})
-        self._cut = config, [w.detach().clone() for w in now], net
-        return net
+    def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
+        found = [
+            (p, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and p.numel()
+        ]
+        if any(p.grad.layout != torch.strided for p, _ in found):
+            raise RuntimeError(
+                "MuLO takes dense gradients only: build the layer with sparse=False."
+            )
+        return found
 
-    def _advance(self, b: Bucket, net: Net, alpha: Tensor | None) -> Tensor | None:
-        """Step a bucket in place; how many gradient entries were not finite, None if all were."""
-        decayed = any(group["weight_decay"] for group in b.groups)
-        fan_in = self.lo.config.eps == "fan_in"
-        step_ = fused.step_ if self.compile else rule.step_
-        scale = b.per_tensor(lambda group: group["lr"] * group["scale"])
-        return step_(
-            net.at(b.per_tensor(lambda group: group["step"])),
-            b.acc,
-            b.p,
-            b.g,
-            scale if alpha is None else scale * alpha,
-            b.dims,
-            b.per_tensor(lambda group: group["lr"] * group["weight_decay"]) if decayed else 0.0,
-            b.per_tensor(lambda group: 1 / group["fan_in"]) if fan_in else 1.0,
-        )
+    def _values(self, groups: list[dict], device: torch.device) -> Tensor:
+        """t, scale, decay and eps_scale of each tensor, (4, 1, T), in one copy to the device."""
+        rows = [
+            (g["step"], g["lr"] * g["scale"], g["lr"] * g["weight_decay"], 1 / g["fan_in"])
+            for g in groups
+        ]
+        values = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)
+        if self.lo.config.eps != "fan_in":
+            values[3] = 1
+        if device.type == "cuda":
+            return values.contiguous().pin_memory().to(device, non_blocking=True)
+        return values.to(device)
 
-    def _weights(self, device: torch.device) -> Phi:
-        """The learned optimizer's weights as they are now; copied only where they must be."""
-        weights = self.lo._parameters.values()
-        if all(w.device == device and w.dtype == torch.float32 for w in weights):
-            return lo_module.stacked(self.lo)
-        version = [(w.data_ptr(), w._version) for w in weights]
-        if device not in self._phi or self._phi[device][0] != version:
-            stacked = lo_module.stacked(self.lo)
-            copies = {k: w.to(device, torch.float32) for k, w in stacked.items()}
-            self._phi[device] = version, copies
-        return self._phi[device][1]
+    def _weights(self, device: torch.device) -> Weights:
+        """The shared weights on a device, kept until they change."""
+        now = list(self.lo.parameters())
+        key = (self.lo.config, *(x for w in now for x in (w.data_ptr(), w._version)))
+        if device not in self._shared or self._shared[device][0] != key:
+            phi = {k: w.to(device, torch.float32).unsqueeze(0) for k, w in stacked(self.lo).items()}
+            backend = kernels.choose(self.backend, self.lo.config, device)
+            self._shared[device] = key, Weights(self.lo.config, phi, backend)
+        return self._shared[device][1]
 
-    def _buckets(self) -> list[Bucket]:
-        """The parameters with gradients, small ones of a shape together."""
-        alike: dict[tuple, list[tuple[nn.Parameter, dict]]] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None or not p.numel():
-                    continue
-                if p.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        "MuLO takes dense gradients only: build the layer with sparse=False."
-                    )
-                key = (p.shape, p.dtype, p.device, p.grad.dtype, group["out_axis"])
-                alike.setdefault(key, []).append((p, group))
-        buckets = []
-        entries = fused.STACK if self.compile else rule.block_entries(self.lo.config)
-        for key, members in alike.items():
-            size = max(1, entries // members[0][0].numel())
-            for k in range(0, len(members), size):
-                buckets.append(self._bucket((key, k), *zip(*members[k : k + size], strict=True)))
-        return buckets
+    def _stack(self, p: nn.Parameter, group: dict) -> Stack:
+        """A parameter with its state, as a stack of one; kept until either is replaced."""
+        state = self.state[p]
+        if "M" not in state:
+            state |= self._new_state(p, group["out_axis"])
+        own = [state[k] for k in Accumulators._fields]
+        kept = self._stacks.get(p)
+        if kept is None or kept[0] != p.data_ptr() or not all(map(operator.is_, own, kept[1])):
+            shape = tuple(p.shape) or (1,)  # a scalar is a vector of one
+            acc = Accumulators(*(x.unsqueeze(0) for x in own))
+            dims = features.factored_dims(shape, group["out_axis"])
+            one = p.detach().view(1, *shape)
+            stack = Stack(one, acc, dims, kernels.rows(one, acc, dims))
+            kept = self._stacks[p] = p.data_ptr(), own, stack
+        return kept[2]
 
-    def _bucket(self, key: tuple, params: tuple[nn.Parameter], groups: tuple[dict]) -> Bucket:
-        shape = tuple(params[0].shape) or (1,)  # a scalar is a vector of one
-        dims = features.factored_dims(shape, groups[0]["out_axis"])
-        p, g = params[0].detach(), params[0].grad
-        if len(params) > 1:
-            p, g = features.wide(torch.stack(params)), torch.stack([q.grad for q in params])
-        p, g = p.reshape(-1, *shape), g.reshape(-1, *shape)
-        return Bucket(params, groups, dims, p, g, self._accumulators(key, params, p, dims))
+    def _new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
+        """Zero accumulators of one parameter; for VeLO also the LSTM's first state."""
+        one = p.new_empty((1, *(tuple(p.shape) or (1,))))
+        acc = features.init_accumulators(one, features.factored_dims(one.shape[1:], out_axis))
+        state = {k: x[0] for k, x in acc._asdict().items()}
+        if isinstance(self.lo, VeLO):
+            first = {"h": self.lo.hidden0[0], "cell": self.lo.cell0[0]}
+            state |= {
+                k: x.detach().to(p.device, torch.float32, copy=True) for k, x in first.items()
+            }
+        return state
 
-    def _accumulators(self, key: tuple, params: tuple, p: Tensor, dims: Dims) -> Accumulators:
-        """The stacked state of a bucket, of which each parameter's own state is a view.
-
-        Built anew when its members have changed, or their state was replaced, as loading does.
-        """
-        states = [self.state[q] for q in params]
-        acc, views = self._stacks.get(key, (None, []))
-        if len(views) == len(states) and all(
-            s.get(k) is x for s, view in zip(states, views, strict=True) for k, x in view.items()
-        ):
-            return acc
-        acc = features.init_accumulators(p, dims, apart=self.compile)
-        views = [{k: x[n] for k, x in acc._asdict().items()} for n in range(len(states))]
-        for s, view in zip(states, views, strict=True):
-            for k in view.keys() & s.keys():
-                view[k].copy_(s[k])
-            s.update(view)
-        self._stacks[key] = acc, views
-        return acc
-
-    def _generate(self, buckets: list[Bucket], loss: Tensor | float) -> list[tuple[Net, Tensor]]:
-        """VeLO: run the LSTM over all tensors; each bucket gets its MLPs and alphas."""
-        if not buckets:
-            return []
-        device = buckets[0].p.device
+    def _generate(
+        self,
+        found: dict[torch.device, list[tuple[nn.Parameter, dict]]],
+        stacks: dict[torch.device, list[Stack]],
+        loss: Tensor | float,
+    ) -> dict[torch.device, tuple[Weights, Tensor]]:
+        """VeLO: run the LSTM over all tensors; each device gets its tensors' MLPs and alphas."""
+        config, device = self.lo.config, next(iter(found))
         loss = torch.as_tensor(loss, dtype=torch.float32, device=device).detach()
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
-        loss = loss.reshape(())
         memory = self.state["loss"] if "loss" in self.state else None
         memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device=device)
-
-        t = torch.cat([b.per_tensor(lambda group: group["step"]).to(device) for b in buckets])
-        x_tensor = torch.cat([self._tensor_features(b).to(device) for b in buckets])
-        phi = self._weights(device)
-        states = [self.state[p] for b in buckets for p in b.params]
-        h = torch.stack([s["h"].to(device) if "h" in s else phi["hidden0"][0, 0] for s in states])
-        cell = torch.stack(
-            [s["cell"].to(device) if "cell" in s else phi["cell0"][0, 0] for s in states]
+        groups = [group for members in found.values() for _, group in members]
+        states = [self.state[p] for members in found.values() for p, _ in members]
+        t = self._values(groups, device)[0]
+        memory, h, cell, phi, alpha = self._hyper(
+            LossBuffer(*(x[None] for x in memory)),
+            loss.reshape(1),
+            t,
+            torch.cat([self._tensor_features(x).to(device) for d in stacks for x in stacks[d]])[
+                None
+            ],
+            *(torch.stack([s[k].to(device) for s in states])[None] for k in ("h", "cell")),
         )
-        memory, h, cell, weights, alpha = self._hyper(phi, memory, loss, t, x_tensor, h, cell)
-        self.state["loss"] = memory._asdict()
-        for s, h_k, cell_k in zip(states, h, cell, strict=True):
+        self.state["loss"] = {k: x[0] for k, x in memory._asdict().items()}
+        for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k
+        made, start = {}, 0
+        for d, members in stacks.items():
+            part = slice(start, start + len(members))
+            own = {k: w[:, part].to(d) for k, w in phi.items()}
+            a = alpha[:, part].to(d)
+            if config.param_scale_mult:
+                a = a * torch.stack([features.param_scale(x.p) for x in members], 1).to(a.dtype)
+            backend = kernels.choose(self.backend, config, d)
+            made[d], start = (Weights(config, own, backend), a), part.stop
+        return made
 
-        sizes = [len(b.p) for b in buckets]
-        cut = {k: w.split(sizes) for k, w in weights.items()}
-        nets = []
-        for n, (b, a) in enumerate(zip(buckets, alpha.split(sizes), strict=True)):
-            phi = {k: w[n].to(b.p.device) for k, w in cut.items()}
-            nets.append(self._net(b, phi, a.to(b.p.device)))
-        return nets
+    def _tensor_features(self, x: Stack) -> Tensor:
+        """What the LSTM sees of a tensor, (1, 12)."""
+        return features.tensor_features(x.p, x.acc.M, x.acc.V).float()
 
-    def _net(self, b: Bucket, phi: Phi, alpha: Tensor) -> tuple[Net, Tensor]:
-        """A bucket's generated weights, ready for the step, and the rates of its tensors."""
-        if self.lo.config.param_scale_mult:
-            alpha = alpha * features.param_scale(b.p).to(alpha.dtype)
-        return rule.prepare(self.lo.config, phi), alpha
-
-    def _tensor_features(self, b: Bucket) -> Tensor:
-        """What the LSTM sees of each tensor, (S, 12)."""
-        return features.tensor_features(b.p, b.acc.M, b.acc.V).float()
-
-    def _hyper(
-        self,
-        phi: Phi,
-        memory: LossBuffer,
-        loss: Tensor,  # ()
-        t: Tensor,  # (T,)
-        x_tensor: Tensor,  # (T, 12)
-        h: Tensor,  # (T, H)
-        cell: Tensor,  # (T, H)
-    ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
-        """The LSTM's step: its memory and state, and the weights and alpha of each tensor."""
-        config = self.lo.config
-        decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, t.device)
-        memory, x_loss = features.loss_features(memory, loss, decays)
-        x_time = features.fraction_features(t, self.num_steps, config.spec)
-        x = torch.cat([x_time, x_loss.expand(len(t), -1), x_tensor], -1)  # (T, 30)
-        h, cell = lo_module.lstm_step(phi, x[None], h[None], cell[None])  # one net: P = 1
-        weights, alpha = lo_module.hypernetwork(config, phi, h)
-        return memory, h[0], cell[0], {k: w[0] for k, w in weights.items()}, alpha[0]
+    def _hyper(self, memory: LossBuffer, loss, t, x_tensor, h, cell) -> tuple:
+        """`generate` with this optimizer's weights: what a subclass may run elsewhere."""
+        config, device = self.lo.config, t.device
+        phi = {k: w.to(device, torch.float32) for k, w in stacked(self.lo).items()}
+        decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
+        return generate(config, phi, memory, loss, decays, t, self.num_steps, x_tensor, h, cell)
 
     @property
     def nonfinite(self) -> int:
@@ -398,15 +631,11 @@ class MuLO(torch.optim.Optimizer):
         return [(p, state[k]) for k, p, _ in found]
 
     def _state_shapes(self, p: Tensor, out_axis: int) -> dict[str, torch.Size]:
-        one = torch.empty(1, *(tuple(p.shape) or (1,)), device="meta")
-        acc = features.init_accumulators(one, features.factored_dims(one.shape[1:], out_axis))
-        shapes = {name: x.shape[1:] for name, x in acc._asdict().items()}
-        if isinstance(self.lo, VeLO):
-            shapes |= dict.fromkeys(("h", "cell"), self.lo.hidden0.shape[1:])
-        return shapes
+        new = self._new_state(torch.empty_like(p, device="meta"), out_axis)
+        return {k: x.shape for k, x in new.items()}
 
     def __getstate__(self) -> dict:
-        mine = {k: self.__dict__[k] for k in ("lo", "num_steps", "compile", "_nonfinite")}
+        mine = {k: self.__dict__[k] for k in ("lo", "num_steps", "backend", "_nonfinite")}
         return super().__getstate__() | mine
 
     def __setstate__(self, state: dict) -> None:

@@ -25,11 +25,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import mulo
 import roles
 import tasks
 import training
-from lo import LO, Phi
-from lo import stacked as lo_stacked
+from features import Phi
+from mulo import LO
 
 
 def pes_gradient(
@@ -85,7 +86,7 @@ class Particles:
     ):
         device = next(lo.parameters()).device
         self.task, self.r, self.lo, self.data = task, r, lo, data
-        self.opt = training.Learned(lo.config, task, compile=r.compile)
+        self.opt = training.Learned(lo.config, task, device, r.backend)
         self.bound = 1.5 * math.log(task.classes)  # losses are clipped to [0, bound]
         # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
@@ -95,7 +96,7 @@ class Particles:
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # so that all begin at once
         self.xi = torch.zeros(n, sum(w.numel() for w in weights), device=device)
         lengths = torch.full((2 * n,), float(r.unroll))
-        self.state = self.opt.init(self.theta, lo_stacked(lo), lengths)
+        self.state = self.opt.init(self.theta, mulo.stacked(lo), lengths)
         self.begun = False
 
     def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
@@ -108,7 +109,7 @@ class Particles:
         noise = [torch.randn(len(phi), generator=g) for g in self.generators]
         eps = self.r.sigma * torch.stack(noise).to(device)
         weights = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
-        net = self.opt.prepare(weights)
+        prepared = self.opt.prepare(weights)
         finished, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
         total, gone = 0.0, 0
         for _ in range(self.r.truncation):
@@ -117,7 +118,7 @@ class Particles:
                 self._restart(over, weights)
                 finished = finished | over
             batch = training.batches(self.data, self.generators, self.r.batch_size, copies=2)
-            losses = self.inner_step(net, batch)
+            losses = self.inner_step(prepared, batch)
             clipped = torch.nan_to_num(losses, nan=self.bound).clamp(0, self.bound)
             deltas.append(clipped[:n] - clipped[n:])
             flags.append(finished)
@@ -129,10 +130,11 @@ class Particles:
         flags = torch.stack(flags).to(device)
         return torch.stack(deltas), flags, eps, total / self.r.truncation, gone
 
-    def inner_step(self, net, batch: tuple[Tensor, ...]) -> Tensor:
+    def inner_step(self, weights, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
         t = torch.cat([self.t, self.t]).to(self.xi.device)
-        losses, self.state, self.theta = self.opt.advance(net, self.state, self.theta, batch, t)
+        losses, grads = training.gradients(self.task, self.theta, batch)
+        self.opt.step(weights, self.state, self.theta, grads, losses, t)
         return losses
 
     def _restart(self, over: Tensor, phi: Phi) -> None:

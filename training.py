@@ -1,43 +1,34 @@
 """P nets of one task trained side by side, by a learned optimizer or by Adam.
 
     opt = Learned(config, task)
-    theta, state = task.init(P, generator), opt.init(theta, phi)
+    theta = task.init(P, generator)
+    state = opt.init(theta, phi)
     losses, grads = gradients(task, theta, batch)
-    state, theta = opt.step(opt.prepare(phi), state, theta, grads, losses, t)
+    opt.step(opt.prepare(phi), state, theta, grads, losses, t)      # in place
 
-Nets, weights phi and optimizer state are dicts of tensors with the nets along the first axis, so
-one set of kernels advances them all: the particles of meta-training, which differ in phi, or the
-seeds and configurations of an evaluation, which share it. `mulo.MuLO` is the optimizer for one net.
+Nets, weights phi and optimizer state are dicts of tensors with the nets along the first axis: the
+particles of meta-training, which differ in phi, or the seeds and configurations of an evaluation,
+which share it. `mulo.MuLO` is the optimizer for one net; both step by `mulo.advance_`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import operator
-import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 import features
-import fused
-import lo as lo_module
-import rule
+import kernels
+import mulo
 import tasks
-from features import Accumulators, LossBuffer, trailing
-from lo import LO, LOConfig, Phi
+from features import Accumulators, LossBuffer, Phi, trailing
+from mulo import LO, LOConfig, Stack, Weights
 from roles import ALL, power, weights_of
-from rule import Net
 
-if TYPE_CHECKING:
-    from inductor import Graph
-
-# Entries of a stack beyond which its step is in place, in blocks: for the cache, or for memory.
-LARGE, LARGE_GPU = 500_000, 50_000_000
-LONG = 2e9  # parameters times steps from which on a minute of compiling is paid back
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
 
@@ -63,25 +54,25 @@ def update_scales(task: tasks.Task) -> dict[str, float]:
 class Learned:
     """A learned optimizer, small_fc or VeLO, for the nets of a task."""
 
-    def __init__(self, config: LOConfig, task: tasks.Task, compile: bool = False):
-        self.task, self.config, self.compile = task, config, compile
-        self.scale = update_scales(task)
-        self.eps_scale = {
-            w.name: 1 / w.fan_in if config.eps == "fan_in" else 1.0
-            for w in weights_of(task.skeleton())
-        }
+    def __init__(
+        self, config: LOConfig, task: tasks.Task, device: str = "cpu", backend: str = "auto"
+    ):
+        self.config, device = config, torch.device(device)
+        self.backend = kernels.choose(backend, config, device)
+        weights = weights_of(task.skeleton())
         self.dims = {
-            w.name: features.factored_dims(tuple(w.param.shape), w.out_axis)
-            for w in weights_of(task.skeleton())
+            w.name: features.factored_dims(tuple(w.param.shape), w.out_axis) for w in weights
         }
-        self.names = list(self.dims)
-        self._graph = Advance() if compile else None
+        eps_scale = [1 / w.fan_in if config.eps == "fan_in" else 1.0 for w in weights]
+        fixed = [list(update_scales(task).values()), [0.0] * len(weights), eps_scale]
+        self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T)
+        self._stacks: dict[str, Stack] = {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor | None = None) -> State:
         """State at the start of training; VeLO's depends on num_steps, (P,) on the CPU."""
         state = {}
         for name, p in theta.items():
-            acc = features.init_accumulators(p, self.dims[name], apart=self.compile)
+            acc = features.init_accumulators(p, self.dims[name])
             state |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         if self.config.net == "velo":
             P, device = len(p), p.device
@@ -95,146 +86,63 @@ class Learned:
             state |= {k: phi[f"{k}0"].expand(shape).clone() for k in ("hidden", "cell")}
         return state
 
-    def prepare(self, phi: Phi) -> Net | Phi:
-        """What `step` wants of phi, (P, ...) or (1, ...): done once for many steps."""
-        return phi if self.config.net == "velo" else rule.prepare(self.config, phi)
+    def prepare(self, phi: Phi) -> Weights | Phi:
+        """What `step` takes for phi, (P, ...) or (1, ...): prepared once for many steps."""
+        if self.config.net == "velo":
+            return phi
+        return Weights(self.config, {k: w.unsqueeze(1) for k, w in phi.items()}, self.backend)
 
     def step(
         self,
-        net: Net | Phi,
+        weights: Weights | Phi,  # from `prepare`
         state: State,
         theta: Theta,
         grads: Theta,
         losses: Tensor,  # (P,)
         t: Tensor,  # (P,), 0 at the first step
         lr: float = 1.0,
-        in_place: Callable | None = None,  # what steps a tensor, if not chosen by size
-    ) -> tuple[State, Theta]:
-        """One step of every net; the old state and theta may be overwritten."""
-        new, new_theta = dict(state), {}
+    ) -> None:
+        """One step of every net, in place."""
+        stacks = [self._stack(name, state, theta) for name in theta]
+        values = torch.cat([t.expand(1, len(theta), -1).mT, self.fixed.expand(-1, len(t), -1)])
+        values[1] *= lr
         if self.config.net == "velo":
-            nets, alphas = self._generate(net, new, theta, losses, t)
-        else:
-            nets, alphas = [net.at(t).settled()] * len(self.names), [1.0] * len(self.names)
-        one = torch.ones_like(losses)
-        for name, now, alpha in zip(self.names, nets, alphas, strict=True):
-            p = theta[name]
-            acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
-            scale = lr * self.scale[name] * alpha * one
-            args = (now, acc, p, grads[name], scale, self.dims[name], 0.0, self.eps_scale[name])
-            large = p.numel() > (LARGE if p.device.type == "cpu" else LARGE_GPU)
-            step_ = in_place or (fused.step_ if self.compile else rule.step_ if large else None)
-            if step_:
-                step_(*args)
-                new_theta[name] = p
-                continue
-            acc, new_theta[name] = rule.step(*args)
-            new |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
-        return new, new_theta
+            weights, alpha = self._generate(weights, state, theta, losses, values[0])
+            values[1] *= alpha
+        found = [grads[name] for name in theta]
+        mulo.advance_(self.config, self.backend, weights, stacks, found, values)
 
-    @torch.no_grad()
-    def advance(
-        self, net: Net | Phi, state: State, theta: Theta, batch: tuple[Tensor, ...], t: Tensor
-    ) -> tuple[Tensor, State, Theta]:
-        """Losses, (P,), their gradients, and a step of every net, compiled as one graph if at all.
-
-        For long runs, as every size of nets is compiled anew: `step` has one graph for all sizes.
-        """
-        if self._graph and fused.compiles(self.config, t.device.type):
-            try:
-                self._graph.prepare(self, net, state, theta, batch, t)
-            except Exception as error:  # nothing has changed yet
-                self._graph = None
-                warnings.warn(
-                    f"a step of training {self.task.name} cannot be compiled as one graph, so only "
-                    f"the optimizer's part is: leave out --compile. ({fused.why(error)})",
-                    stacklevel=2,
-                )
-            else:
-                return self._graph.run(batch, t), state, theta
-        losses, grads = gradients(self.task, theta, batch)
-        return losses, *self.step(net, state, theta, grads, losses, t)
-
-    def advance_(self, net, state: State, theta: Theta, batch, t: Tensor) -> Tensor:
-        """The same in place, to be traced; the losses."""
-        losses, grads = gradients(self.task, theta, batch)
-        now, _ = self.step(net, state, theta, grads, losses, t, in_place=fused.traced_)
-        for k, x in now.items():
-            if x is not state[k]:
-                state[k].copy_(x)
-        return losses
+    def _stack(self, name: str, state: State, theta: Theta) -> Stack:
+        """The nets' tensors of one name; kept until they are replaced."""
+        p, kept = theta[name], self._stacks.get(name)
+        acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
+        if (
+            kept is None
+            or kept.p is not p
+            or any(x is not y for x, y in zip(acc, kept.acc, strict=True))
+        ):
+            rows = kernels.rows(p, acc, self.dims[name])
+            kept = self._stacks[name] = Stack(p, acc, self.dims[name], rows)
+        return kept
 
     def _generate(
         self, phi: Phi, state: State, theta: Theta, losses: Tensor, t: Tensor
-    ) -> tuple[list[Net], list[Tensor]]:
-        """VeLO: every tensor's MLPs and alphas, (P, ...); the LSTM's part of `state` moves on."""
-        config = self.config
-        buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
-        buffer, x_loss = features.loss_features(buffer, losses, state["loss_decays"])
-        x_time = features.fraction_features(t, state["num_steps"], config.spec)
-        x_net = torch.cat([x_time, x_loss], -1).unsqueeze(1)  # (P, 1, 18)
-        x_tensor = [
-            features.tensor_features(p, whole(state[f"M/{k}"]), state[f"V/{k}"])
-            for k, p in theta.items()
+    ) -> tuple[Weights, Tensor]:
+        """VeLO: every tensor's MLP and alpha, (P, T); the LSTM's part of `state` is replaced."""
+        seen = [
+            features.tensor_features(p, state[f"M/{k}"], state[f"V/{k}"]) for k, p in theta.items()
         ]
-        x = torch.cat([x_net.expand(-1, len(theta), -1), torch.stack(x_tensor, 1)], -1)
-        h, cell = lo_module.lstm_step(phi, x, state["hidden"], state["cell"])
+        buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
+        lstm = state["hidden"], state["cell"]
+        num_steps, decays = state["num_steps"].unsqueeze(1), state["loss_decays"]
+        buffer, h, cell, weights, alpha = mulo.generate(
+            self.config, phi, buffer, losses, decays, t, num_steps, torch.stack(seen, 1), *lstm
+        )
         state |= {f"loss/{k}": v for k, v in buffer._asdict().items()}
         state |= {"hidden": h, "cell": cell}
-        weights, alpha = lo_module.hypernetwork(config, phi, h)
-        if config.param_scale_mult:
+        if self.config.param_scale_mult:
             alpha = alpha * torch.stack([features.param_scale(p) for p in theta.values()], 1)
-        nets = [
-            rule.prepare(config, {k: w[:, n] for k, w in weights.items()})
-            for n in range(len(theta))
-        ]
-        return nets, alpha.unbind(1)
-
-
-def whole(M: features.Momenta) -> Tensor:
-    """M, (P, 3, *shape), of its pieces."""
-    return M if isinstance(M, Tensor) else torch.cat(M, 1)
-
-
-class Advance:
-    """`Learned.advance` compiled, in place on state and theta: a graph for every size of nets, and
-    shared by all that train nets of that size."""
-
-    graphs: ClassVar[dict[tuple, Graph]] = {}
-
-    def __init__(self):
-        self.given, self.flat = [], []
-
-    def prepare(self, opt: Learned, net: Net | Phi, state: State, theta: Theta, batch, t) -> None:
-        """Find the graph, or compile it: only if these are not the tensors of the last step.
-        The batch and t are always new."""
-        kinds = [(x.shape, x.stride(), x.dtype) for x in (*batch, t)]
-        given = [net, *state.values(), *theta.values()]
-        same = len(given) == len(self.given) and all(map(operator.is_, given, self.given))
-        if same and kinds == self.kinds:
-            return
-        import inductor  # now, as importing the compiler takes seconds
-
-        # M as one tensor to a decay: see `fused.py`
-        args = ({k: x.split(1, 1) if k[:2] == "M/" else x for k, x in state.items()}, theta)
-        flat = inductor.leaves((net, *args))
-        key = opt.config, opt.task, *state, *theta, *kinds
-        key += tuple((x.shape, x.stride(), x.dtype, x.device) for x in flat)
-        if key not in self.graphs:
-            tracer = inductor.Tracer(fused.careful_rank(*theta.values()))
-
-            def fake(x: Tensor) -> Tensor:
-                return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-            with tracer.mode:
-                fakes = tree_map_only(Tensor, fake, (net, *args, batch, t))
-            self.graphs[key] = tracer.compile(opt.advance_, *fakes)
-        self.given, self.kinds, self.flat, self.graph = given, kinds, flat, self.graphs[key]
-
-    def run(self, batch: tuple[Tensor, ...], t: Tensor) -> Tensor:
-        """The losses, (P,)."""
-        [losses] = self.graph.run(*self.flat, *batch, t)
-        return losses
+        return Weights(self.config, weights, self.backend), alpha
 
 
 class Adam:
@@ -263,9 +171,7 @@ class Adam:
     def init(self, theta: Theta) -> State:
         return {f"{k}/{name}": torch.zeros_like(p) for name, p in theta.items() for k in "mv"}
 
-    def step(
-        self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0
-    ) -> tuple[State, Theta]:
+    def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
         """One step of every net, in place; t is 0 at the first."""
         corrections = 1 - self.b1 ** (t + 1), (1 - self.b2 ** (t + 1)).sqrt()
         rate, root = lr * self.lr / corrections[0], corrections[1]
@@ -281,7 +187,6 @@ class Adam:
             if self.weight_decay.any():
                 p.mul_(1 - lr_ * trailing(self.weight_decay.to(p.device), p.ndim))
             p.sub_(rate_ * m / ((v.sqrt() / root_).add_(self.eps)))
-        return state, theta
 
 
 @torch.no_grad()
@@ -296,6 +201,7 @@ def train(
     look: Callable[[int, Theta], None] | None = None,
     num_steps: int | None = None,  # what VeLO is told, if not `steps`
     data_seeds: list[int] | None = None,  # of the batches; None: they go on from the seeds
+    backend: str = "auto",
 ) -> Tensor:
     """Train `copies` nets from each seed; the losses before each step, (steps, copies * seeds).
 
@@ -313,13 +219,10 @@ def train(
     data, P = task.data(device=device), copies * len(seeds)
     if isinstance(optimizer, LO):
         optimizer = optimizer.with_config(anneal=0.0) if schedule else optimizer
-        size = sum(p.numel() for p in theta.values())
-        opt = Learned(optimizer.config, task, compile=size * steps > LONG)
-        phi = {k: w.to(device) for k, w in lo_module.stacked(optimizer).items()}
-        net, state = (
-            opt.prepare(phi),
-            opt.init(theta, phi, torch.full((P,), float(num_steps or steps))),
-        )
+        opt = Learned(optimizer.config, task, device, backend)
+        phi = {k: w.to(device) for k, w in mulo.stacked(optimizer).items()}
+        state = opt.init(theta, phi, torch.full((P,), float(num_steps or steps)))
+        weights = opt.prepare(phi)
     else:
         opt = optimizer(task)
         state = opt.init(theta)
@@ -335,10 +238,10 @@ def train(
             break
         lr = schedule(t) if schedule else 1.0
         if isinstance(opt, Adam):
-            state, theta = opt.step(state, theta, grads, t, lr)
+            opt.step(state, theta, grads, t, lr)
         else:
             now = torch.full((P,), float(t), device=device)
-            state, theta = opt.step(net, state, theta, grads, losses, now, lr)
+            opt.step(weights, state, theta, grads, losses, now, lr)
     return torch.stack(history)
 
 
@@ -358,3 +261,14 @@ def end(losses: Tensor, share: float = 1.0) -> Tensor:
 def with_rules(task: tasks.Task, mu: bool) -> tasks.Task:
     """The same task in μP or in SP."""
     return dataclasses.replace(task, rules=ALL if mu else ())
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory, for programs that train small nets on a CPU: fresh pages cost
+    more than the arithmetic."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    except (OSError, AttributeError):
+        pass  # not glibc: only slower

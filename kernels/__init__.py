@@ -1,0 +1,315 @@
+"""The step made fast: which backend runs, and how the kernels are built, checked and called.
+
+    kernels.choose("auto", config, device)      # "kernel", or "folded" and a warning that says why
+    kernels.step_(config, rows, grads, packed, values, index)
+
+`folded.py` is one pure function for any device. `cpu.cpp` and `gpu.py` are explicit kernels in
+three passes (row and column means; accumulators and sums of squares; network and update) that store
+no features. Both take a table with one row per tensor, `ROW`, so one call steps all tensors of a
+model, or of all particles in meta-training. At first use a kernel is compared with `folded` on
+small tensors; if it cannot be built, or differs (a feature was changed, say), `folded` runs.
+
+The C++ is compiled once per shape of the network, in seconds, and kept in the user's cache folder
+under a name made of its source, flags, compiler and the CPU's features.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import features
+from features import Accumulators, Dims, Phi
+from kernels import folded
+
+BACKENDS = ("auto", "kernel", "folded", "literal")
+TOLERANCE = 1e-5  # of the largest update, in the check at first use
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ROW = np.dtype(
+    [
+        *((name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net")),  # addresses
+        *((name, "i8") for name in "AXBYC"),  # the shape: see `rows`
+        *((name, "i4") for name in ("kind", "p_dtype", "g_dtype")),
+        *((name, "f4") for name in ("t", "scale", "decay", "eps")),
+        ("pad", "i4"),
+    ]
+)
+
+
+def check_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}.")
+
+
+# ---------------------------------------------------------------- which backend
+
+
+@functools.cache
+def choose(backend: str, config, device: torch.device) -> str:
+    """The backend that runs: "kernel" if it was asked for, or for "auto" if it can."""
+    if backend in ("folded", "literal") or device.type == "meta":
+        return "literal" if backend == "literal" else "folded"
+    reason = refusal(config, device)
+    if reason is None:
+        return "kernel"
+    if backend == "kernel":
+        raise RuntimeError(f"no kernel for this learned optimizer on {device}: {reason}.")
+    warnings.warn(
+        f"MuLO runs without a kernel on {device}, several times slower: {reason}. "
+        'To go on without this warning, pass backend="folded".',
+        stacklevel=2,
+    )
+    return "folded"
+
+
+def refusal(config, device: torch.device) -> str | None:
+    """Why the kernel cannot run, or None."""
+    known = {"small_fc": 39, "velo": 30, "velo_paper": 29}[config.feature_set]
+    if config.num_features != known:
+        return f"it knows {known} features, not {config.num_features}"
+    if config.hidden_layers > 3 or config.hidden_size > 128:
+        return "it knows up to 3 hidden layers of up to 128 units"
+    try:
+        if device.type == "cpu":
+            library(config.hidden_size, config.hidden_layers, known)
+        elif device.type == "cuda":
+            from kernels import gpu
+
+            if not gpu.knows(config):
+                return (
+                    f"it does not know {config.hidden_layers} layers of {config.hidden_size} units"
+                )
+        else:
+            return "there are kernels for CPUs and CUDA only"
+        error = self_check(config, device)
+    except (OSError, ImportError, RuntimeError, subprocess.SubprocessError) as problem:
+        return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
+    if not error <= TOLERANCE:
+        return f"it differs from the folded step by {error:.1e} of the update"
+    return None
+
+
+@torch.no_grad()
+def self_check(config, device: torch.device) -> float:
+    """The largest difference from `folded` after two steps of small tensors, over the update."""
+    config = dataclasses.replace(config, lam1=1.0, lam2=0.1)
+    gen, worst = torch.Generator().manual_seed(0), 0.0
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(shape, generator=gen)).to(device)
+
+    sizes = config.layer_sizes()
+    phi = {f"b{k}": random(1, 1, n, scale=0.1) for k, n in enumerate(sizes[1:])}
+    for k, (n, m) in enumerate(pairwise(sizes)):
+        phi[f"w{k}"] = random(1, 1, n, m, scale=n**-0.5)
+    if config.net == "small_fc":
+        phi["momentum_decays"], phi["rms_decays"] = (
+            random(1, 1, 3, scale=0.05),
+            random(1, 1, 1, scale=0.05),
+        )
+        phi["adafactor_decays"] = random(1, 1, 3, scale=0.05)
+    values = torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1)
+    for shape in ((37,), (21, 13), (6, 5, 3, 3)):
+        dims = features.factored_dims(shape)
+        p = start = random(1, *shape)
+        acc = features.init_accumulators(p, dims)
+        mine, mine_acc = p.clone(), Accumulators(*(x.clone() for x in acc))
+        for _ in range(2):
+            g = random(1, *shape, scale=0.1)
+            step_(config, rows(mine, mine_acc, dims), [g], pack(config, phi), values, [0])
+            one = {k: w[:, 0] for k, w in phi.items()}
+            acc, p = folded.step(config, one, acc, p, g, *values[:2, 0], dims, *values[2:, 0])
+        worst = max(worst, float((mine - p).abs().max() / (p - start).abs().max()))
+    return worst
+
+
+# ---------------------------------------------------------------- the table
+
+
+def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
+    """The static columns of a stack's rows, or None if kernels cannot take it.
+
+    A tensor of rank 2 or more is (A, X, B, Y, C): X and Y are the factored axes in storage order,
+    A, B and C the batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y
+    and 2 if d0 is X.
+    """
+    if p.dtype not in DTYPES or not all(x.is_contiguous() for x in (p, *acc)):
+        return None
+    found = np.zeros(len(p), ROW)
+    for name, x in (("p", p), *acc._asdict().items()):
+        found[name] = x.data_ptr() + x.stride(0) * x.element_size() * np.arange(len(p))
+    shape = p.shape[1:]
+    if dims is None:
+        found["A"] = found["X"] = found["B"] = found["C"] = 1
+        found["Y"] = math.prod(shape)
+    else:
+        x, y = sorted(d + len(shape) for d in dims)
+        sizes = shape[:x], shape[x : x + 1], shape[x + 1 : y], shape[y : y + 1], shape[y + 1 :]
+        for name, part in zip("AXBYC", sizes, strict=True):
+            found[name] = math.prod(part)
+        found["kind"] = 1 if dims[1] > dims[0] else 2
+    found["p_dtype"] = DTYPES[p.dtype]
+    return found
+
+
+def pack(config, phi: Phi) -> Tensor:
+    """Weights (P | 1, T | 1, ...) as kernels read them: rates, then layers, (P | 1, T | 1, K)."""
+    lead = phi["w0"].shape[:2]
+    phi = {k: w.flatten(0, 1) for k, w in phi.items()}
+    layers = range(config.hidden_layers + 1)
+    parts = [*features.rates_of(phi), *(phi[f"{n}{k}"].flatten(1) for k in layers for n in "wb")]
+    return torch.cat([x.expand(len(phi["w0"]), -1) for x in parts], 1).unflatten(0, lead)
+
+
+def step_(
+    config,
+    rows: np.ndarray,  # a copy that may be written: T stacks of P rows each
+    grads: list[Tensor],  # (P, *shape) each
+    packed: Tensor,  # (P | 1, T | 1, K)
+    values: Tensor,  # (4, P, T): t, scale, decay, eps_scale
+    index: list[int],  # which of the T tensors of `packed` and `values` these are
+) -> Tensor | int:
+    """Step the tensors of a table in place; returns how many gradient entries are not finite."""
+    P, T = values.shape[1], len(grads)
+    grads = [g.contiguous() if g.dtype in DTYPES else g.float().contiguous() for g in grads]
+    table, s, n = rows.reshape(T, P), np.arange(P), np.array(index)[:, None]
+    table["g"] = np.array([g.data_ptr() for g in grads])[:, None]
+    table["g"] += np.array([g.stride(0) * g.element_size() for g in grads])[:, None] * s
+    table["g_dtype"] = np.array([DTYPES[g.dtype] for g in grads])[:, None]
+    steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
+    table["net"] = packed.data_ptr() + steps[0] * s + steps[1] * n
+    if values.device.type == "cuda":
+        from kernels import gpu
+
+        return gpu.step_(config, rows, values[:, :, index].transpose(1, 2).reshape(4, -1))
+    for name, x in zip(("t", "scale", "decay", "eps"), values.numpy(), strict=True):
+        table[name] = x[:, index].T
+    names = config.hidden_size, config.hidden_layers, config.num_features
+    bad = ctypes.c_long(0)
+    settings = Settings(
+        lam1=config.lam1, lam2=config.lam2, eps_rms=config.eps_rms,
+        eps_mode=("reference", "fan_in", "relative").index(config.eps),
+        t_max=config.t_max or math.inf, anneal=config.anneal, paper=config.spec == "paper",
+        clip=features.CLIP[config.net],
+    )  # fmt: skip
+    library(*names).step(
+        rows.ctypes.data,
+        len(rows),
+        ctypes.byref(settings),
+        torch.get_num_threads(),
+        ctypes.byref(bad),
+    )
+    return bad.value
+
+
+# ---------------------------------------------------------------- building the C++
+
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math
+-ffp-contract=fast""".split()
+
+
+@functools.cache
+def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
+    """cpu.cpp compiled for one shape of the network, from the cache if it is there."""
+    compiler = os.environ.get("CXX") or next(
+        filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None
+    )
+    if compiler is None:
+        raise OSError("there is no C++ compiler: install g++")
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    flags = [*FLAGS, native, f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"]
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    key = hashlib.sha256(
+        "\n".join([*flags, version, cpu_features()]).encode() + SOURCE.read_bytes()
+    )
+    name = f"cpu-{key.hexdigest()[:24]}.so"
+    for folder in cache_folders():
+        try:
+            return build(folder / name, compiler, flags)
+        except PermissionError as problem:  # a folder that cannot be written: try the next
+            reason = problem
+    raise reason
+
+
+def build(path: Path, compiler: str, flags: list[str]) -> ctypes.CDLL:
+    """Load the library at `path`; compile it first if it is missing or damaged."""
+    if path.is_file():
+        try:
+            return loaded(path)
+        except OSError:
+            pass
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")  # then renamed: two may build
+    os.close(handle)
+    try:
+        command = [compiler, *flags, str(SOURCE), "-o", part]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(
+                f"{compiler} cannot compile {SOURCE.name} ({first_error(result.stderr)})"
+            )
+        os.replace(part, path)
+    finally:
+        Path(part).unlink(missing_ok=True)
+    return loaded(path)
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    found.step.restype = None
+    found.step.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    return found
+
+
+def first_error(text: str) -> str:
+    lines = text.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+def cache_folders() -> list[Path]:
+    """The user's cache folder, and one of this process alone where that cannot be written."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return [Path(home) / "mulo", private_folder()]
+
+
+@functools.cache
+def private_folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="mulo-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def cpu_features() -> str:
+    """What -march=native depends on: a cached library must not move to a lesser CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

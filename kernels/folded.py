@@ -1,0 +1,79 @@
+"""The step of `mulo.py` with less memory moved: the same formulas, for any device and for export.
+
+- Time features are the same for every parameter: their product with W0 joins the first bias.
+- Row and column features are vectors: their products with W0 are added by broadcasting.
+- RMS normalisers are scalars per tensor: they scale the rows of W0, not the features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import features
+from features import Accumulators, Dims, Eps, Phi, trailing
+
+
+def step(
+    config,  # mulo.LOConfig
+    phi: Phi,
+    acc: Accumulators,
+    p: Tensor,
+    g: Tensor,
+    t: Tensor,
+    scale: Tensor,
+    dims: Dims,
+    decay: Tensor | float = 0.0,
+    eps_scale: Tensor | float = 1.0,
+    timescales: Tensor | None = None,
+) -> tuple[Accumulators, Tensor]:
+    """`mulo.step`: the same arguments (an exported graph adds its timescales), the same result."""
+    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
+    p, g = features.wide(p), features.clean(g, features.CLIP[config.net]).to(acc.V)
+    acc = features.accumulate(acc, g, dims, rates, eps)
+    found = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
+    *vectors, (w, X) = first_layer(phi["w0"], found, eps)
+
+    y = phi["b0"]  # (S | 1, h)
+    if config.net == "small_fc":
+        T = features.time_features(t.reshape(-1), config.t_max, config.spec, timescales)
+        y = y + (T.unsqueeze(1) @ phi["w0"][:, -T.shape[-1] :]).squeeze(1)
+    y = trailing(y, X.ndim)
+    for w_vector, x in vectors:  # (S, h, k), (S, k, *shape) with size 1 along some axes
+        y = y + (w_vector @ x.flatten(2)).unflatten(-1, x.shape[2:])
+    y = y.expand(-1, -1, *X.shape[2:]) if vectors else y
+    y = torch.baddbmm(y.flatten(2), w, X.flatten(2))  # (S, h, n)
+    for k in range(1, config.hidden_layers + 1):
+        w = phi[f"w{k}"].mT.expand(y.shape[0], -1, -1)
+        y = torch.baddbmm(phi[f"b{k}"].unsqueeze(-1), w, y.relu())
+    d, m = y.unflatten(2, X.shape[2:]).unbind(1)
+    update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
+    if config.net == "small_fc":
+        scale = scale * features.annealing(t, config.t_max, config.anneal)
+    new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
+    return acc, new_p
+
+
+def first_layer(
+    w0: Tensor,  # (S | 1, F, h)
+    found: dict[str, Tensor],  # from features.parameter_features
+    eps: Eps,
+) -> list[tuple[Tensor, Tensor]]:
+    """W0 with the normalisers in it, (S, h, k), and the features, (S, k, *shape), by shape.
+
+    Features that are constant along the same axes go together; the last are those at full size.
+    """
+    groups: dict[tuple[bool, ...], list[tuple[Tensor, Tensor]]] = {}
+    start = 0
+    for x in found.values():
+        axes = tuple(bool(n == 1) for n in x.shape[2:])
+        rows = w0[:, start : start + x.shape[1]]
+        groups.setdefault(axes, []).append((rows, x))
+        start += x.shape[1]
+    layers = []
+    for axes in sorted(groups, key=lambda axes: -sum(axes)):
+        rows, xs = zip(*groups[axes], strict=True)
+        x = torch.cat(xs, 1)
+        norm = features.inverse_rms(features.mean_square(x), eps)
+        layers.append(((torch.cat(rows, 1) * norm.unsqueeze(-1)).mT, x))
+    return layers
