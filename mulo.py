@@ -308,7 +308,8 @@ class Weights:
 
     def __init__(self, config: LOConfig, phi: Phi, backend: str):
         self.phi = phi  # (P | 1, T | 1, ...) each
-        self.packed = kernels.pack(config, phi) if backend == "kernel" else None
+        packs = backend == "kernel" and "w0" in phi  # VeLO's are packed once generated
+        self.packed = kernels.pack(config, phi) if packs else None
 
 
 def advance_(
@@ -341,6 +342,12 @@ def advance_(
 
 
 # ---------------------------------------------------------------- the Optimizer
+
+
+def _same(x: Tensor | list, y: Tensor | list) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.dtype == y.dtype and torch.equal(x, y)
+    return type(x) is type(y) and x == y
 
 
 class MuLO(torch.optim.Optimizer):
@@ -396,7 +403,7 @@ class MuLO(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is derived from parameters, state and weights."""
         self._stacks: dict[nn.Parameter, tuple[int, list[Tensor], Stack]] = {}
-        self._shared: dict[torch.device, tuple[tuple, Weights]] = {}
+        self._shared: dict[torch.device, tuple[LOConfig, Tensor | list, Weights]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -437,7 +444,7 @@ class MuLO(torch.optim.Optimizer):
         stacks = {d: [self._stack(*x) for x in found] for d, found in by_device.items()}
         made = self._generate(by_device, stacks, loss) if velo and by_device else {}
         for device, found in by_device.items():
-            weights, alpha = made[device] if velo else (self._weights(device), None)
+            weights, alpha = made[device] if velo else (self._on(device), None)
             grads = [p.grad.reshape(1, *p.shape or (1,)) for p, _ in found]
             values = self._values([group for _, group in found], device)
             if alpha is not None:
@@ -482,15 +489,18 @@ class MuLO(torch.optim.Optimizer):
             return values.contiguous().pin_memory().to(device, non_blocking=True)
         return values.to(device)
 
-    def _weights(self, device: torch.device) -> Weights:
-        """The shared weights on a device, kept until they change."""
-        now = list(self.lo.parameters())
-        key = (self.lo.config, *(x for w in now for x in (w.data_ptr(), w._version)))
-        if device not in self._shared or self._shared[device][0] != key:
+    def _on(self, device: torch.device) -> Weights:
+        """The learned optimizer's weights on a device; copied and packed anew when they change."""
+        config, now = self.lo.config, list(self.lo._parameters.values())
+        key = [(w.data_ptr(), w._version) for w in now]  # reading values would sync a GPU
+        if now[0].device.type == "cpu":
+            key = torch.cat([w.detach().flatten() for w in now])
+        kept = self._shared.get(device)
+        if kept is None or kept[0] != config or not _same(kept[1], key):
             phi = {k: w.to(device, torch.float32).unsqueeze(0) for k, w in stacked(self.lo).items()}
-            backend = kernels.choose(self.backend, self.lo.config, device)
-            self._shared[device] = key, Weights(self.lo.config, phi, backend)
-        return self._shared[device][1]
+            backend = kernels.choose(self.backend, config, device)
+            kept = self._shared[device] = config, key, Weights(config, phi, backend)
+        return kept[2]
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
         """A parameter with its state, as a stack of one; kept until either is replaced."""
@@ -566,7 +576,7 @@ class MuLO(torch.optim.Optimizer):
     def _hyper(self, memory: LossBuffer, loss, t, x_tensor, h, cell) -> tuple:
         """`generate` with this optimizer's weights: what a subclass may run elsewhere."""
         config, device = self.lo.config, t.device
-        phi = {k: w.to(device, torch.float32) for k, w in stacked(self.lo).items()}
+        phi = {k: w[0] for k, w in self._on(device).phi.items()}
         decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
         return generate(config, phi, memory, loss, decays, t, self.num_steps, x_tensor, h, cell)
 

@@ -116,11 +116,7 @@ class Learned:
         """The nets' tensors of one name; kept until they are replaced."""
         p, kept = theta[name], self._stacks.get(name)
         acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
-        if (
-            kept is None
-            or kept.p is not p
-            or any(x is not y for x, y in zip(acc, kept.acc, strict=True))
-        ):
+        if kept is None or not all(map(operator.is_, (p, *acc), (kept.p, *kept.acc))):
             rows = kernels.rows(p, acc, self.dims[name])
             kept = self._stacks[name] = Stack(p, acc, self.dims[name], rows)
         return kept

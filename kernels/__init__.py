@@ -194,28 +194,42 @@ def step_(
     table["g_dtype"] = np.array([DTYPES[g.dtype] for g in grads])[:, None]
     steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
     table["net"] = packed.data_ptr() + steps[0] * s + steps[1] * n
-    if values.device.type == "cuda":
-        from kernels import gpu
+    values = values[:, :, index].transpose(1, 2).reshape(4, -1)  # as the rows are ordered
+    return LAUNCH[values.device.type](config, rows, values)
 
-        return gpu.step_(config, rows, values[:, :, index].transpose(1, 2).reshape(4, -1))
+
+class Settings(ctypes.Structure):
+    """What is the same for all tensors of a call: `struct Settings` of cpu.cpp."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_float)
+            for name in ("lam1", "lam2", "eps_rms", "t_max", "anneal", "clip")
+        ),
+        *((name, ctypes.c_int) for name in ("eps_mode", "paper")),
+    ]
+
+
+def launch_cpu(config, rows: np.ndarray, values: Tensor) -> int:
     for name, x in zip(("t", "scale", "decay", "eps"), values.numpy(), strict=True):
-        table[name] = x[:, index].T
-    names = config.hidden_size, config.hidden_layers, config.num_features
-    bad = ctypes.c_long(0)
-    settings = Settings(
-        lam1=config.lam1, lam2=config.lam2, eps_rms=config.eps_rms,
-        eps_mode=("reference", "fan_in", "relative").index(config.eps),
-        t_max=config.t_max or math.inf, anneal=config.anneal, paper=config.spec == "paper",
-        clip=features.CLIP[config.net],
-    )  # fmt: skip
-    library(*names).step(
-        rows.ctypes.data,
-        len(rows),
-        ctypes.byref(settings),
-        torch.get_num_threads(),
-        ctypes.byref(bad),
-    )
+        rows[name] = x
+    numbers = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
+    mode = ("reference", "fan_in", "relative").index(config.eps)
+    settings = Settings(*numbers, features.CLIP[config.net], mode, config.spec == "paper")
+    found = library(config.hidden_size, config.hidden_layers, config.num_features)
+    threads, bad = torch.get_num_threads(), ctypes.c_long(0)
+    where = ctypes.byref(settings), threads, ctypes.byref(bad)
+    found.step(rows.ctypes.data, len(rows), *where)
     return bad.value
+
+
+def launch_gpu(config, rows: np.ndarray, values: Tensor) -> Tensor:
+    from kernels import gpu  # here, as it imports triton
+
+    return gpu.step_(config, rows, values)
+
+
+LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu}
 
 
 # ---------------------------------------------------------------- building the C++
@@ -246,7 +260,7 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     for folder in cache_folders():
         try:
             return build(folder / name, compiler, flags)
-        except PermissionError as problem:  # a folder that cannot be written: try the next
+        except OSError as problem:  # the folder cannot be written: try the next
             reason = problem
     raise reason
 

@@ -1,21 +1,32 @@
 """One thread: the tests' tensors are small, and threads that wait for busy cores cost minutes."""
 
-import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
-import pytest
-import torch
-from hypothesis import settings
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: GPU kernels run on the CPU
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in the processes that tests start
+
+
+def amx_is_broken() -> bool:
+    """Some virtual machines announce AMX and die of it, in torch's own bf16 `Linear`."""
+    try:
+        announced = "amx" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    code = "import torch; x = torch.ones(64, 64).bfloat16(); torch.nn.functional.linear(x, x)"
+    return announced and subprocess.run([sys.executable, "-c", code]).returncode < 0
+
+
+if "ONEDNN_MAX_CPU_ISA" not in os.environ and amx_is_broken():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # before torch is imported
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # and in the processes that tests start
 
 # The same examples in every run, however long they take.
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
@@ -35,69 +46,3 @@ def complaint(monkeypatch, capsys):
         return f"{capsys.readouterr().err}{stop.value.code}"
 
     return run
-
-
-# Exporting and compiling take minutes: `ahead.py` does it on the other core, while other tests run.
-
-AHEAD = ("cpp", "epsilons", "exported", "velo", "kernels")
-STARTED = pytest.StashKey[tuple[subprocess.Popen, Path]]()
-
-
-def needs(item) -> set[str]:
-    return {name for name in AHEAD if name in item.fixturenames}
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: bool(needs(item)))  # last; the sort is stable
-
-
-def pytest_collection_finish(session):
-    names = set().union(*map(needs, session.items))
-    if names and not session.config.option.collectonly:
-        folder = Path(tempfile.mkdtemp(prefix="ahead-"))
-        names = [name for name in AHEAD if name in names]
-        command = [sys.executable, Path(__file__).with_name("ahead.py"), folder, *names]
-        with open(folder / "log", "w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
-        session.config.stash[STARTED] = process, folder
-
-
-def pytest_sessionfinish(session):
-    if STARTED in session.config.stash:
-        process, folder = session.config.stash[STARTED]
-        if process.poll() is None:  # the session ended before all was asked for
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def made(name: str):
-    @pytest.fixture(scope="session")
-    def wait(request):
-        """The folder of this name, once it is complete."""
-        process, folder = request.config.stash[STARTED]
-        while process.poll() is None and not (folder / name).exists():
-            time.sleep(0.05)
-        assert (folder / name).exists(), (folder / "log").read_text()
-        return folder / name
-
-    return wait
-
-
-cpp, epsilons, exported, velo = map(made, AHEAD[:-1])
-
-
-@pytest.fixture(scope="session")
-def kernels():
-    """For tests that compile: they come last, and find what was compiled until then."""
-
-
-@pytest.fixture
-def copied(exported, tmp_path):
-    """Some of the exported files, to be damaged."""
-    for file in ("json", "pt", "vector.onnx", "vector.ts", "vector.pt2"):
-        shutil.copy(exported / f"mulo_m.{file}", tmp_path)
-    config = json.loads((tmp_path / "mulo_m.json").read_text())
-    config["sha256"] = {k: v for k, v in config["sha256"].items() if (tmp_path / k).exists()}
-    (tmp_path / "mulo_m.json").write_text(json.dumps(config))
-    return tmp_path

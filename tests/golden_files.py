@@ -41,7 +41,7 @@ def to_torch_layout(x: np.ndarray, axes_from: int = 0) -> np.ndarray:
     return np.ascontiguousarray(x.transpose(order))
 
 
-def run(golden: Golden, layout: str):
+def run(golden: Golden, layout: str, backend: str = "auto"):
     """Yield (step, {name: parameter}, optimizer) after each step; layout is "jax" or "torch"."""
     turn = to_torch_layout if layout == "torch" else (lambda x, axes_from=0: x)
     params = {
@@ -56,7 +56,7 @@ def run(golden: Golden, layout: str):
         }
         for n in golden.names
     ]
-    opt = mulo.MuLO(groups, golden.lo(), num_steps=golden.num_steps)
+    opt = mulo.MuLO(groups, golden.lo(), num_steps=golden.num_steps, backend=backend)
     for s in range(golden.steps):
         for n, p in params.items():
             p.grad = torch.tensor(turn(golden[f"grad/{n}"][s]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import checkpoints
 import mulo
-from lo import LOConfig
+from mulo import LOConfig
 
 
 @pytest.fixture

@@ -8,33 +8,18 @@ from golden_files import GOLDEN, SMALL_FC, VELO, Golden, run
 
 import features
 import mulo
-from features import Eps
-from lo import LOConfig, stacked
-from rule import rates_of
+from features import Eps, rates_of
+from mulo import LOConfig, stacked
 
 REFERENCE = Eps("reference", 1e-5)
 
 
 def all_features(acc, p, g, dims, eps, kind):
-    """The network's input without time, (*shape, 28 or 30), in the reference's order."""
-    V_mean = acc.V.flatten(1).mean(-1).reshape(-1, *[1] * (acc.V.ndim - 1))
-    s = features.scales(V_mean, acc.r, acc.c, dims, eps, kind != "small_fc")
-    parts = features.dense_features(p, g, acc.M, acc.V, s, kind)
-    parts += features.row_col_features(acc.r, acc.c, eps)
-    x = torch.cat([f.expand(-1, -1, *p.shape[1:]) for f in parts], 1)
-    order = torch.tensor([k for index in features.feature_index(kind) for k in index]).argsort()
-    x = x[:, order]
+    """The network's input without time, (*shape, 28 or 30): raw and normalised."""
+    found = features.parameter_features(p, g, acc, dims, eps, kind).values()
+    x = torch.cat([f.expand(-1, -1, *p.shape[1:]) for f in found], 1)
     normalised = x * features.trailing(features.inverse_rms(features.mean_square(x), eps), x.ndim)
     return x[0].movedim(0, -1), normalised[0].movedim(0, -1)
-
-
-def accumulate(acc, g, dims, rates, eps=REFERENCE):
-    q = g.square()
-    M, V = features.accumulate(acc.M, acc.V, g, q, rates)
-    means = features.factored_means(q, dims, g.shape)
-    return features.Accumulators(
-        M, V, *features.accumulate_factored(acc.r, acc.c, *means, rates, eps)
-    )
 
 
 @pytest.mark.parametrize("name", SMALL_FC + VELO)
@@ -55,9 +40,9 @@ def test_golden_features(name):
         dims = features.factored_dims(p.shape[1:], out_axis=-1)
         acc = features.init_accumulators(p, dims)
         for s in range(golden.steps):
-            clip = 1000.0 if kind == "velo" else features.G_MAX
-            g = features.clean(torch.tensor(golden[f"grad/{n}"][s]), clip).reshape(p.shape)
-            acc = accumulate(acc, g, dims, rates)
+            g = torch.tensor(golden[f"grad/{n}"][s])
+            g = features.clean(g, features.CLIP[kind]).reshape(p.shape)
+            acc = features.accumulate(acc, g, dims, rates, REFERENCE)
             if s in golden["cfg/feat_steps"]:
                 k = list(golden["cfg/feat_steps"]).index(s)
                 ours, normalised = all_features(acc, p, g, dims, REFERENCE, kind)
@@ -97,9 +82,9 @@ def test_golden_accumulators_through_the_optimizer(name):
 def test_golden_lstm_inputs(name, monkeypatch):
     """VeLO's 30 per-tensor features, each group to its own tolerance, and the loss buffer."""
     golden, seen = Golden(name), []
-    original = mulo.lo_module.lstm_step
+    original = mulo.lstm_step
     monkeypatch.setattr(
-        mulo.lo_module,
+        mulo,
         "lstm_step",
         lambda phi, x, h, c: (seen.append(x[0]), original(phi, x, h, c))[1],
     )
@@ -135,10 +120,10 @@ def test_t_max_holds_time():
     assert not torch.equal(late, features.time_features(torch.tensor(1e6), None, "reference"))
 
 
-def test_pace_is_one_up_to_the_horizon():
+def test_annealing_is_one_up_to_the_horizon():
     t = torch.tensor([0.0, 499.0, 500.0, 2000.0, 50_000.0])
-    assert features.pace(t, 500, 0.5).tolist() == pytest.approx([1, 1, 1, 0.5, 0.1])
-    assert features.pace(t, 500, 0.0) == features.pace(t, None, 0.5) == 1.0
+    assert features.annealing(t, 500, 0.5).tolist() == pytest.approx([1, 1, 1, 0.5, 0.1])
+    assert features.annealing(t, 500, 0.0) == features.annealing(t, None, 0.5) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -216,13 +201,13 @@ def test_eps_rms_zero_gives_rms_one(eps):
     dims = features.factored_dims((8, 12))
     zero = Eps(eps, 0.0)
     rates = rates_of({"w0": torch.zeros(1, 1, 1)})
-    acc = accumulate(features.init_accumulators(p, dims), g, dims, rates, zero)
+    acc = features.accumulate(features.init_accumulators(p, dims), g, dims, rates, zero)
     _, x = all_features(acc, p, g, dims, zero, "small_fc")
     torch.testing.assert_close(x.square().mean((0, 1)), torch.ones(28), rtol=1e-5, atol=0)
     _, x = all_features(acc, p, g, dims, REFERENCE, "small_fc")
     assert x[..., 0].square().mean() < 0.1  # g: 1e-6 / (1e-6 + 1e-5)
 
-    acc = accumulate(features.init_accumulators(p, dims), 0 * g, dims, rates, zero)
+    acc = features.accumulate(features.init_accumulators(p, dims), 0 * g, dims, rates, zero)
     _, x = all_features(acc, p, 0 * g, dims, zero, "small_fc")
     assert x.isfinite().all()
     assert (x[..., 0] == 0).all()
@@ -295,11 +280,16 @@ def test_what_counts_as_zero():
 def test_clean():
     g = torch.tensor([float("nan"), float("inf"), -float("inf"), 2e3, -5.0, 1e30])
     assert features.clean(g, 1000.0).tolist() == [0, 0, 0, 1000, -5, 1000]
-    assert features.clean(g).square().sum().isfinite()
-    assert not features.is_clean(g)
-    assert features.is_clean(g[3:5])
-    assert not features.is_clean(g[3:5], 1000.0)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        for bad in ("nan", "inf", "-inf"):
-            assert not features.is_clean(torch.tensor([1.0, float(bad)], dtype=dtype))
-        assert features.is_clean(torch.ones(3, dtype=dtype))
+    assert features.clean(g, features.CLIP["small_fc"]).square().sum().isfinite()
+
+
+def test_names_follow_from_the_features():
+    """The dict of features is the only list: what is added there is named, counted and seen."""
+    names = features.feature_names("small_fc")
+    assert [len(features.feature_names(k)) for k in ("small_fc", "velo", "velo_paper")] == [
+        39,
+        30,
+        29,
+    ]
+    assert names[:6] == ("g", "p", "M1", "M2", "M3", "V")
+    assert names[-12:-9] == ("M*F3", "t/1", "t/3")

@@ -14,7 +14,7 @@ from torch import nn
 from user_models import MLP, loss_of, make, small, task, train, values, velo
 
 import mulo
-from lo import LOConfig
+from mulo import LOConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

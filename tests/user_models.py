@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import mulo
-from lo import LOConfig
+from mulo import LOConfig
 
 
 class MLP(nn.Sequential):

@@ -1,0 +1,392 @@
+"""All backends are one step: literal = folded = C++ = Triton (in its interpreter)."""
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import features
+import kernels
+import mulo
+from mulo import LOConfig, Stack, Weights
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = {
+    "H=4": LOConfig(hidden_size=4),
+    "H=8, one layer": LOConfig(hidden_size=8, hidden_layers=1, spec="paper"),
+    "H=32": LOConfig(hidden_size=32),
+    "H=32, rms 0": LOConfig(hidden_size=32, eps_rms=0.0),
+    "H=5, three layers": LOConfig(hidden_size=5, hidden_layers=3),
+    "velo": LOConfig(net="velo", hidden_size=4),
+    "velo, relative": LOConfig(net="velo", hidden_size=4, eps="relative"),
+    "velo, paper": LOConfig(net="velo", hidden_size=4, spec="paper"),
+    "relative": LOConfig(hidden_size=4, eps="relative"),
+    "fan_in": LOConfig(hidden_size=4, eps="fan_in"),
+    "annealed": LOConfig(hidden_size=4, t_max=40.0, anneal=0.5),
+}
+SHAPES = [
+    (1,), (7,), (1000,),  # a scalar is a vector of one
+    (5, 9), (9, 5), (6, 6), (1, 8), (8, 1), (1, 1), (40, 70), (70, 33), (3, 1100),
+    (6, 4, 3), (3, 4, 6), (6, 4, 3, 3), (20, 33, 3, 3), (8, 1, 3, 3), (64, 2, 3, 3), (2, 3, 40, 5),
+    (3, 5, 2, 4, 2), (2, 2, 3, 5, 6),
+]  # fmt: skip
+TOLERANCE = {"folded": 5e-6, "kernel": 5e-6, "triton": 1e-5}
+
+
+@pytest.fixture(params=TOLERANCE)
+def backend(request, monkeypatch):
+    """A backend by name; "triton" runs the GPU's kernels on the CPU, in Triton's interpreter."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="needs triton 3.7.1, which torch's CUDA build brings")
+        monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.launch_gpu)
+    return request.param
+
+
+def random_weights(config, gen, P=1, T=1):
+    """Weights, biases and decays of which none is zero, (P, T, ...)."""
+    h, sizes = config.hidden_size, config.layer_sizes()
+    shapes = {f"w{k}": (n, m) for k, (n, m) in enumerate(pairwise(sizes))}
+    shapes |= {f"b{k}": (m,) for k, m in enumerate(sizes[1:])}
+    phi = {
+        k: torch.randn(P, T, *s, generator=gen) * (s[0] ** -0.5 if k[0] == "w" else 0.1)
+        for k, s in shapes.items()
+    }
+    if config.net == "small_fc":
+        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        phi |= {k: 0.05 * torch.randn(P, T, n, generator=gen) for k, n in decays.items()}
+    assert h == phi["b0"].shape[-1]
+    return phi
+
+
+class Case:
+    """Stacks of P tensors of several shapes, stepped by the literal step and by another backend."""
+
+    def __init__(self, config, shapes, P=2, own=False, dtype=torch.float32, out_axis=0, seed=0):
+        self.config = dataclasses.replace(config, lam1=1.0, lam2=0.1)  # updates of order 1
+        self.gen, self.dtype = torch.Generator().manual_seed(seed), dtype
+        T = len(shapes)
+        per_tensor = config.net == "velo"
+        self.phi = random_weights(self.config, self.gen, P if own else 1, T if per_tensor else 1)
+        self.stacks = []
+        for shape in shapes:
+            p = torch.randn(P, *shape, generator=self.gen).to(dtype)
+            dims = features.factored_dims(shape, out_axis)
+            self.stacks.append(Stack(p, features.init_accumulators(p, dims), dims))
+        rest = torch.rand(4, P, T, generator=self.gen)
+        self.values = rest * torch.tensor([80.0, 1.0, 0.1, 1.0]).view(4, 1, 1)
+        if config.eps != "fan_in":
+            self.values[3] = 1
+
+    def gradients(self, size=0.1):
+        return [
+            (size * torch.randn(x.p.shape, generator=self.gen)).to(self.dtype) for x in self.stacks
+        ]
+
+    def step(self, backend, grads):
+        """Step copies of the stacks; return them, and the count of bad entries."""
+        stacks = [
+            Stack(x.p.clone(), features.Accumulators(*(y.clone() for y in x.acc)), x.dims)
+            for x in self.stacks
+        ]
+        backend = "kernel" if backend == "triton" else backend
+        if backend == "kernel":
+            for x in stacks:
+                x.rows = kernels.rows(x.p, x.acc, x.dims)
+                assert x.rows is not None
+        weights = Weights(self.config, self.phi, backend)
+        bad = mulo.advance_(self.config, backend, weights, stacks, grads, self.values)
+        return stacks, int(bad)
+
+    def compare(self, backend, grads, tolerance):
+        """One step by both; the next starts from the literal one's result."""
+        expected, bad = self.step("literal", grads)
+        got, bad_too = self.step(backend, grads)
+        assert bad == bad_too
+        worst = 0.0
+        for before, x, y in zip(self.stacks, expected, got, strict=True):
+            update = (x.p.double() - before.p.double()).abs().amax().item()
+            if x.p.dtype == torch.float32:
+                error = (x.p - y.p).abs().amax().item() / max(update, 0.1)
+                assert error <= tolerance, (tuple(x.p.shape), error)
+                worst = max(worst, error)
+            else:  # equal but for entries that round the other way
+                room = torch.finfo(x.p.dtype).eps * x.p.float().abs().amax()
+                assert (x.p.float() - y.p.float()).abs().amax() <= room
+                assert (x.p != y.p).float().mean() <= 0.02 + 2 / x.p.numel()
+            for name, a, b in zip(x.acc._fields, x.acc, y.acc, strict=True):
+                room = 2e-6 * a.abs().amax().item()
+                torch.testing.assert_close(b, a, rtol=1e-5, atol=room, msg=name)
+        self.stacks = expected
+        return worst
+
+
+def sizes(backend, shapes):
+    """Triton's interpreter is slow: leave out what is large."""
+    small = [s for s in shapes if np.prod(s) <= 1500]
+    return small if backend == "triton" else shapes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_backends_are_one_step(backend, name):
+    """Every shape in one call, shared weights (one set per tensor for VeLO), five steps."""
+    config = CONFIGS[name]
+    if backend == "triton" and not kernels_know(config):
+        pytest.skip("the Triton kernels leave this size to the folded step")
+    case = Case(config, sizes(backend, SHAPES))
+    for _ in range(2 if backend == "triton" else 5):
+        worst = case.compare(backend, case.gradients(), TOLERANCE[backend])
+    assert worst > 0  # it is not the literal step itself
+
+
+def kernels_know(config):
+    from kernels import gpu
+
+    return gpu.knows(config)
+
+
+@pytest.mark.parametrize("name", ["H=4", "velo"])
+def test_own_weights(backend, name):
+    """One set of weights per particle, and per particle and tensor."""
+    case = Case(CONFIGS[name], sizes(backend, [(7,), (5, 9), (9, 5), (6, 4, 3, 3)]), P=3, own=True)
+    for _ in range(3):
+        case.compare(backend, case.gradients(), TOLERANCE[backend])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(backend, dtype):
+    case = Case(
+        CONFIGS["H=4"], sizes(backend, [(7,), (33,), (5, 9), (40, 70), (6, 4, 3, 3)]), dtype=dtype
+    )
+    for _ in range(2):
+        case.compare(backend, case.gradients(), TOLERANCE[backend])
+
+
+@pytest.mark.parametrize("out_axis", [1, -1])
+def test_layouts(backend, out_axis):
+    case = Case(
+        CONFIGS["H=4"], [(6, 6), (4, 6), (6, 4), (5, 5, 3), (4, 4, 2, 2)], out_axis=out_axis
+    )
+    for _ in range(2):
+        case.compare(backend, case.gradients(), TOLERANCE[backend])
+
+
+@pytest.mark.parametrize("name", ["H=4", "relative", "velo"])
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e3])
+def test_gradients_of_any_size(backend, name, size):
+    """Zero, tiny and huge gradients, with dead rows and columns. VeLO clips at 1000."""
+    case = Case(CONFIGS[name], [(7,), (20, 30), (30, 20), (6, 4, 3, 3)])
+    for _ in range(2):
+        grads = case.gradients(size)
+        for g in grads[1:]:
+            g[:, 3] = 0
+            g[:, :, 2] = 0
+        case.compare(backend, grads, 5 * TOLERANCE[backend])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bad_entries_count_as_zero(backend, dtype):
+    case = Case(CONFIGS["H=4"], [(17,), (20, 30), (30, 20), (6, 4, 3, 3)], dtype=dtype)
+    for _ in range(2):
+        grads = case.gradients()
+        for g in grads:
+            flat = g.view(len(g), -1)
+            flat[0, 2], flat[0, 11], flat[1, 16] = torch.nan, torch.inf, -torch.inf
+        _, bad = case.step(backend, grads)
+        assert bad == 3 * len(grads)
+        case.compare(backend, grads, TOLERANCE[backend])
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5).map(tuple), max_size=4),
+    out_axis=st.sampled_from([0, 1, -1]),
+    P=st.integers(1, 3),
+    own=st.booleans(),
+    name=st.sampled_from(["H=4", "velo", "relative", "fan_in"]),
+    size=st.sampled_from([0.0, 1e-6, 1e-2, 1e3]),
+    seed=st.integers(0, 99),
+)
+def test_any_tensors(shapes, out_axis, P, own, name, size, seed):
+    """Any ranks and sizes, stacks with shared or own weights, gradients of any size."""
+    case = Case(CONFIGS[name], [(3,), *shapes], P, own, out_axis=out_axis, seed=seed)
+    for _ in range(2):
+        grads = case.gradients(size)
+        before = case.stacks
+        case.compare("folded", grads, 2e-5)
+        after, case.stacks = case.stacks, before
+        case.compare("kernel", grads, 2e-5)
+        case.stacks = after
+
+
+def test_long_rows_keep_their_digits():
+    """Means of g^2 over 300,000 entries: within 2e-7 of float64."""
+    torch.manual_seed(0)
+    config = CONFIGS["H=4"]
+    case = Case(config, [(4, 300_000), (300_000, 4), (2, 3, 100_000)], P=1)
+    grads = [1 + 0.01 * torch.randn(x.p.shape) for x in case.stacks]
+    got, _ = case.step("kernel", grads)
+    rate = features.rates_of({k: w[:, 0] for k, w in case.phi.items()}).rc
+    for x, g in zip(got, grads, strict=True):
+        q = g.double().square()
+        for acc, axis in ((x.acc.r, x.dims[1]), (x.acc.c, x.dims[0])):
+            expected = rate.view(1, 3, *[1] * (q.ndim - 1)) * q.mean(axis, True).unsqueeze(1)
+            torch.testing.assert_close(acc.double(), expected.double(), rtol=3e-7, atol=0)
+
+
+def test_threads_do_not_change_a_bit():
+    case = Case(CONFIGS["H=4"], [(300, 700), (9,), (64, 64), (100_000,), (40, 33, 3, 3)], P=1)
+    grads, results = case.gradients(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        try:
+            results.append(case.step("kernel", grads)[0])
+        finally:
+            torch.set_num_threads(1)
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert torch.equal(x.p, y.p)
+            assert all(torch.equal(a, b) for a, b in zip(x.acc, y.acc, strict=True))
+
+
+def test_a_kernel_takes_what_it_can():
+    """Non-contiguous and float64 parameters go to the folded step, in the same call."""
+    torch.manual_seed(0)
+    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
+    start = [torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(6, 8).double(), torch.randn(9)]
+    grads = [torch.randn(x.shape).to(x.dtype) for x in start]
+    moved = []
+    for backend in ("kernel", "literal"):
+        ps = [nn.Parameter(x.clone()) for x in start]
+        opt = mulo.MuLO(ps, lo, backend=backend)
+        for p, g in zip(ps, grads, strict=True):
+            p.grad = g
+        for _ in range(3):
+            opt.step()
+        moved.append(ps)
+    for p, q in zip(*moved, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+def test_state_moves_between_backends():
+    """A run that changes its backend at every step is the run that does not."""
+    torch.manual_seed(0)
+    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
+    start, results = [torch.randn(6, 8), torch.randn(9), torch.randn(4, 3, 3, 3)], []
+    for order in (["literal"] * 6, ["kernel", "folded", "literal"] * 2):
+        gen = torch.Generator().manual_seed(1)
+        ps, state = [nn.Parameter(x.clone()) for x in start], None
+        for backend in order:
+            opt = mulo.MuLO(ps, lo, backend=backend)
+            if state:
+                opt.load_state_dict(state)
+            for p in ps:
+                p.grad = torch.randn(p.shape, generator=gen)
+            opt.step()
+            state = opt.state_dict()
+        results.append(ps)
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-6)
+
+
+# ---------------------------------------------------------------- choosing and building
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing built, nothing checked; the cache is an empty folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    clear = [kernels.choose.cache_clear, kernels.library.cache_clear]
+    for f in clear:
+        f()
+    yield tmp_path / "mulo"
+    for f in clear:
+        f()
+
+
+CPU, SMALL = torch.device("cpu"), LOConfig(hidden_size=3, hidden_layers=1)
+
+
+def test_names():
+    with pytest.raises(ValueError, match="unknown backend 'fast': use one of auto, kernel"):
+        mulo.MuLO([nn.Parameter(torch.zeros(3))], mulo.SmallFC(), backend="fast")
+
+
+def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):
+    assert kernels.choose("auto", SMALL, CPU) == "kernel"
+    [file] = fresh.iterdir()
+    built = file.stat().st_mtime_ns
+    kernels.library.cache_clear()
+    kernels.library(3, 1, 39)
+    assert file.stat().st_mtime_ns == built
+    # Another process, as a library that is loaded must not change under this one.
+    file.write_bytes(b"not a library")
+    code = "import kernels; kernels.library(3, 1, 39).step"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert file.stat().st_size > 1000
+
+
+def test_without_a_compiler_it_is_folded_with_a_warning(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", str(fresh / "no-such-compiler"))
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.warns(UserWarning, match=r"without a kernel on cpu.*no-such-compiler.*folded"):
+        mulo.MuLO([p], mulo.SmallFC(SMALL)).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mulo.MuLO([p], mulo.SmallFC(SMALL)).step()  # said once
+    with pytest.raises(RuntimeError, match="no kernel for this learned optimizer on cpu"):
+        mulo.MuLO([p], mulo.SmallFC(SMALL), backend="kernel").step()
+
+
+def test_a_cache_that_cannot_be_written(fresh, monkeypatch):
+    fresh.parent.joinpath("mulo").write_text("a file where the folder should be")
+    assert kernels.choose("auto", SMALL, CPU) == "kernel"
+
+
+def test_two_processes_build_at_once(fresh):
+    code = "import kernels; kernels.library(3, 1, 39).step; print('built')"
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    assert [p.communicate()[0] for p in both] == [b"built\n"] * 2
+    assert len(list(fresh.iterdir())) == 1
+
+
+def test_the_key_follows_the_cpu(fresh, monkeypatch):
+    """A cache that moves to another machine is not used there."""
+    kernels.library(3, 1, 39)
+    kernels.library.cache_clear()
+    monkeypatch.setattr(kernels, "cpu_features", lambda: "another CPU")
+    kernels.library(3, 1, 39)
+    assert len(list(fresh.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["g", "c", "1/sqrt(V)", "M*F"])
+def test_a_changed_feature_is_noticed(fresh, monkeypatch, name):
+    """Kernels have features of their own: if features.py has others, they are not used."""
+    original = features.parameter_features
+
+    def changed(*args):
+        found = original(*args)
+        found[name] = 1.01 * found[name] + 0.01 * found["p"]
+        return found
+
+    monkeypatch.setattr(features, "parameter_features", changed)
+    with pytest.warns(UserWarning, match="differs from the folded step"):
+        assert kernels.choose("auto", SMALL, CPU) == "folded"
+
+
+def test_what_kernels_do_not_know(fresh):
+    for config in (LOConfig(hidden_layers=4), LOConfig(hidden_size=129)):
+        with pytest.warns(UserWarning, match="up to 3 hidden layers of up to 128 units"):
+            assert kernels.choose("auto", config, CPU) == "folded"
+    assert kernels.choose("auto", SMALL, torch.device("meta")) == "folded"
