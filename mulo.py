@@ -326,8 +326,7 @@ def advance_(
         fast = [n for n in slow if stacks[n].rows is not None]
         slow = [n for n in slow if stacks[n].rows is None]
         if fast:
-            rows = np.concatenate([stacks[n].rows for n in fast])
-            given = [grads[n] for n in fast]
+            rows, given = ([x[n] for n in fast] for x in ([x.rows for x in stacks], grads))
             bad = kernels.step_(config, rows, given, weights.packed, values, fast)
     pure = PURE.get(backend, folded.step)
     for n in slow:

@@ -132,7 +132,7 @@ def self_check(config, device: torch.device) -> float:
         mine, mine_acc = p.clone(), Accumulators(*(x.clone() for x in acc))
         for _ in range(2):
             g = random(1, *shape, scale=0.1)
-            step_(config, rows(mine, mine_acc, dims), [g], pack(config, phi), values, [0])
+            step_(config, [rows(mine, mine_acc, dims)], [g], pack(config, phi), values, [0])
             one = {k: w[:, 0] for k, w in phi.items()}
             acc, p = folded.step(config, one, acc, p, g, *values[:2, 0], dims, *values[2:, 0])
         worst = max(worst, float((mine - p).abs().max() / (p - start).abs().max()))
@@ -179,7 +179,7 @@ def pack(config, phi: Phi) -> Tensor:
 
 def step_(
     config,
-    rows: np.ndarray,  # a copy that may be written: T stacks of P rows each
+    rows: list[np.ndarray],  # of T stacks, from `rows`: P rows each
     grads: list[Tensor],  # (P, *shape) each
     packed: Tensor,  # (P | 1, T | 1, K)
     values: Tensor,  # (4, P, T): t, scale, decay, eps_scale
@@ -188,14 +188,15 @@ def step_(
     """Step the tensors of a table in place; returns how many gradient entries are not finite."""
     P, T = values.shape[1], len(grads)
     grads = [g.contiguous() if g.dtype in DTYPES else g.float().contiguous() for g in grads]
-    table, s, n = rows.reshape(T, P), np.arange(P), np.array(index)[:, None]
+    table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(T, P)
+    s, n = np.arange(P), np.array(index)[:, None]
     table["g"] = np.array([g.data_ptr() for g in grads])[:, None]
     table["g"] += np.array([g.stride(0) * g.element_size() for g in grads])[:, None] * s
     table["g_dtype"] = np.array([DTYPES[g.dtype] for g in grads])[:, None]
     steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
     table["net"] = packed.data_ptr() + steps[0] * s + steps[1] * n
     values = values[:, :, index].transpose(1, 2).reshape(4, -1)  # as the rows are ordered
-    return LAUNCH[values.device.type](config, rows, values)
+    return LAUNCH[values.device.type](config, table.reshape(-1), values)
 
 
 class Settings(ctypes.Structure):

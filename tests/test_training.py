@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-import lo as lo_module
 import mulo
 import roles
-import rule
 import tasks
 import training
 
@@ -35,9 +33,7 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
     """Three nets with weights phi of their own, side by side and each under MuLO."""
     task, P, steps = dataclasses.replace(TASK, rules=rules), 3, 6
     los = [random_lo(net, k, lam1=0.1, **config) for k in range(P)]
-    phi = {
-        k: torch.cat([lo_module.stacked(lo)[k] for lo in los]) for k in lo_module.stacked(los[0])
-    }
+    phi = {k: torch.cat([mulo.stacked(lo)[k] for lo in los]) for k in mulo.stacked(los[0])}
     gens = [torch.Generator().manual_seed(k) for k in range(P)]
     models = [task.model(g) for g in gens]
     roles = task.roles()
@@ -56,7 +52,7 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
         batch = training.batches(data, gens, task.batch_size)
         losses, grads = training.gradients(task, theta, batch)
         now = torch.full((P,), float(t))
-        state, theta = opt.step(net, state, theta, grads, losses, now)
+        opt.step(net, state, theta, grads, losses, now)
         for k, (model, single) in enumerate(zip(models, singles, strict=True)):
             for name, p in model.named_parameters():
                 p.grad = grads[name][k]
@@ -69,16 +65,14 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
             assert error <= 2e-4 * moved, name
 
 
-def test_large_stacks_step_in_place(monkeypatch):
-    """Beyond a size the blocked step is taken: the same losses."""
+def test_backends_train_alike():
+    """The same losses, whichever backend steps."""
     lo = random_lo("small_fc", 0, lam1=0.1)
-    small = training.train(TASK, lo, 8, [0, 1])
-    original, calls = rule.step_, []
-    monkeypatch.setattr(rule, "step_", lambda *a: (calls.append(a), original(*a))[1])
-    monkeypatch.setattr(training, "LARGE", 100)
-    large = training.train(TASK, lo, 8, [0, 1])
-    torch.testing.assert_close(large, small, rtol=1e-4, atol=1e-4)
-    assert len(calls) == 8 * 3  # the weight matrices; biases are small
+    losses = [
+        training.train(TASK, lo, 8, [0, 1], backend=b) for b in ("kernel", "folded", "literal")
+    ]
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=1e-4)
 
 
 def test_adam_is_torchs():
@@ -104,7 +98,7 @@ def test_adam_is_torchs():
             for name, p in model.named_parameters():
                 p.grad = grads[name][k].clone()
             single.step()
-        state, theta = opt.step(state, theta, grads, t)
+        opt.step(state, theta, grads, t)
         for k, model in enumerate(models):
             for name, p in model.named_parameters():
                 torch.testing.assert_close(theta[name][k], p.detach(), rtol=1e-5, atol=1e-6)
