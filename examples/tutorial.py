@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Learned optimizers under μP, from the beginning
 #
-# Ten steps that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
+# Eleven steps that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
 # cell by cell in an editor that knows `# %%`. Figures go to runs/tutorial. Everything is done by
 # the modules that do it for real; the paper is "μLO: Compute-Efficient Meta-Generalization of
 # Learned Optimizers".
@@ -22,7 +22,6 @@ import features
 import metatrain
 import mulo
 import roles
-import rule
 import tasks
 import training
 from pes import pes_gradient, unflatten
@@ -95,8 +94,8 @@ lo = mulo.SmallFC(mulo.LOConfig(hidden_size=8, lam1=0.05), torch.Generator().man
 p, g = torch.randn(1, 3, 4), torch.randn(1, 3, 4)  # one 3 x 4 weight, and its gradient
 dims = features.factored_dims((3, 4))  # which axes are averaged over for row and column features
 memory = features.init_accumulators(p, dims)
-memory, new_p = rule.literal_step(
-    lo.config, mulo.lo_module.stacked(lo), memory, p, g, torch.zeros(1), torch.ones(1), dims
+memory, new_p = mulo.step(
+    lo.config, mulo.stacked(lo), memory, p, g, torch.zeros(1), torch.ones(1), dims
 )
 print(f"2. {sum(w.numel() for w in lo.parameters())} weights decide; the update they make is")
 print(new_p - p)
@@ -123,15 +122,16 @@ show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "lo
 # noisier that gradient.
 
 # %%
-opt = training.Learned(lo.config, task)
 flat = torch.nn.utils.parameters_to_vector(lo.parameters()).detach()
+scales = training.update_scales(task)  # of μP
 
 
 def last_loss(phi, T, seed, graph=False):
     """The loss after T steps of each of P optimizers phi (P, D); with a graph, differentiable."""
-    P, generator = len(phi), torch.Generator().manual_seed(seed)
+    P, generator, weights = len(phi), torch.Generator().manual_seed(seed), unflatten(phi, lo)
     theta = {k: p.repeat_interleave(P, 0) for k, p in task.init(1, generator).items()}
-    net, state = opt.prepare(unflatten(phi, lo)), opt.init(theta, {})
+    dims = {k: features.factored_dims(p.shape[1:]) for k, p in theta.items()}
+    memory = {k: features.init_accumulators(p, dims[k]) for k, p in theta.items()}
     for t in range(T + 1):
         batch = training.batches(data, [generator], task.batch_size, copies=P)
         theta = {k: p if p.requires_grad else p.requires_grad_() for k, p in theta.items()}
@@ -139,9 +139,13 @@ def last_loss(phi, T, seed, graph=False):
         if t == T:
             return loss
         grads = torch.autograd.grad(loss.sum(), list(theta.values()), create_graph=graph)
-        grads = dict(zip(theta, grads, strict=True))
+        now = torch.full((P,), float(t))
         with torch.set_grad_enabled(graph):
-            state, theta = opt.step(net, state, theta, grads, loss, torch.full((P,), float(t)))
+            for (k, p), g in zip(list(theta.items()), grads, strict=True):
+                scale = torch.full((P,), scales[k])
+                memory[k], theta[k] = mulo.step(
+                    lo.config, weights, memory[k], p, g, now, scale, dims[k]
+                )
 
 
 sizes = []
@@ -247,3 +251,21 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
         opt.step()
         opt.zero_grad()
     print(f"10. {name}: loss {math.log(4):.3f} -> {loss:.3f}")
+
+# %% [markdown]
+# ## 11. Your first hack: a new input
+#
+# The features stand in one dict, `features.parameter_features`. Names, counts and the size of the
+# network follow from it, so a new one is a line there. The sign of the gradient, say:
+#
+# ```diff
+# --- a/features.py
+# +++ b/features.py
+# @@ def parameter_features
+#      x = {"g": g}
+# +    x["sign(g)"] = g.sign()
+#      if kind != "small_fc":
+# ```
+#
+# `python metatrain.py --steps 20` then meta-trains a network of 40 inputs. The kernels notice that
+# they do not know it, and leave it to the folded step; checkpoints of 39 inputs are refused.

@@ -389,4 +389,3 @@ def test_what_kernels_do_not_know(fresh):
     for config in (LOConfig(hidden_layers=4), LOConfig(hidden_size=129)):
         with pytest.warns(UserWarning, match="up to 3 hidden layers of up to 128 units"):
             assert kernels.choose("auto", config, CPU) == "folded"
-    assert kernels.choose("auto", SMALL, torch.device("meta")) == "folded"
