@@ -77,6 +77,12 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device, without waiting for it: from pinned memory, as part of its stream."""
+    x = x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x
+    return x.to(device, non_blocking=True)
+
+
 def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
     """Append size-1 axes until x has `ndim`: a per-tensor value then broadcasts over the tensor."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if isinstance(x, Tensor) else x

@@ -484,9 +484,7 @@ class MuLO(torch.optim.Optimizer):
         values = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)
         if self.lo.config.eps != "fan_in":
             values[3] = 1
-        if device.type == "cuda":
-            return values.contiguous().pin_memory().to(device, non_blocking=True)
-        return values.to(device)
+        return features.send(values, device)
 
     def _on(self, device: torch.device) -> Weights:
         """The learned optimizer's weights on a device; copied and packed anew when they change."""
@@ -537,7 +535,7 @@ class MuLO(torch.optim.Optimizer):
     ) -> dict[torch.device, tuple[Weights, Tensor]]:
         """VeLO: run the LSTM over all tensors; each device gets its tensors' MLPs and alphas."""
         config, device = self.lo.config, next(iter(found))
-        loss = torch.as_tensor(loss, dtype=torch.float32, device=device).detach()
+        loss = features.send(torch.as_tensor(loss, dtype=torch.float32).detach(), device)
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
         memory = self.state["loss"] if "loss" in self.state else None

@@ -25,6 +25,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import features
 import mulo
 import roles
 import tasks
@@ -103,36 +104,40 @@ class Particles:
         """Train all nets for a truncation with phi + eps and phi - eps, eps drawn for each pair.
 
         Returns delta and finished, (T, n), eps, (n, D), the mean clipped loss, and how many pairs
-        diverged. DIVERGES: these restart; in the reference they stay at the bound to the end.
+        diverged. DIVERGES: these restart, at once on a CPU and after the truncation on a GPU; in
+        the reference they stay at the bound to the end.
         """
         n, device = len(self.t), phi.device
         noise = [torch.randn(len(phi), generator=g) for g in self.generators]
-        eps = self.r.sigma * torch.stack(noise).to(device)
-        weights = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
-        prepared = self.opt.prepare(weights)
+        eps = self.r.sigma * features.send(torch.stack(noise), device)
+        phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
+        weights = self.opt.prepare(phis)
         finished, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
-        total, gone = 0.0, 0
-        for _ in range(self.r.truncation):
+        total, gone, diverged = 0.0, 0, torch.zeros(n, dtype=torch.bool, device=device)
+        for k in range(self.r.truncation):
             over = self.t >= self.length
             if over.any():
-                self._restart(over, weights)
+                self._restart(over, phis)
                 finished = finished | over
             batch = training.batches(self.data, self.generators, self.r.batch_size, copies=2)
-            losses = self.inner_step(prepared, batch)
+            losses = self.inner_step(weights, batch)
             clipped = torch.nan_to_num(losses, nan=self.bound).clamp(0, self.bound)
             deltas.append(clipped[:n] - clipped[n:])
             flags.append(finished)
             total += clipped.mean()
             self.t += 1
-            diverged = ~losses.isfinite().view(2, n).all(0).cpu()
-            self.length = torch.where(diverged, self.t, self.length)  # restart at the next step
-            gone += int(diverged.sum())
+            diverged |= ~losses.isfinite().view(2, n).all(0)
+            if device.type == "cpu" or k == self.r.truncation - 1:  # a look at it syncs a GPU
+                ended = diverged.cpu()
+                self.length = torch.where(ended, self.t, self.length)  # restart at the next step
+                gone += int(ended.sum())
+                diverged.zero_()
         flags = torch.stack(flags).to(device)
         return torch.stack(deltas), flags, eps, total / self.r.truncation, gone
 
     def inner_step(self, weights, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
-        t = torch.cat([self.t, self.t]).to(self.xi.device)
+        t = features.send(torch.cat([self.t, self.t]), self.xi.device)
         losses, grads = training.gradients(self.task, self.theta, batch)
         self.opt.step(weights, self.state, self.theta, grads, losses, t)
         return losses
@@ -146,14 +151,18 @@ class Particles:
             cut = [torch.rand((), generator=self.generators[k]) for k in which]
             self.length[which] = (length * torch.stack(cut)).ceil()
             self.begun = True
-        rows = which + [n + k for k in which]
+        device = self.xi.device
+        rows = features.send(torch.tensor(which + [n + k for k in which]), device)
         inits = [self.task.init(1, self.generators[k]) for k in which]
-        for name, p in self.theta.items():
-            p[rows] = torch.cat([init[name] for init in inits] * 2).to(p.device)
-        theta = {k: p[rows] for k, p in self.theta.items()}
+        theta = {
+            name: features.send(torch.cat([init[name] for init in inits] * 2), device)
+            for name in self.theta
+        }
         phi = {k: w[rows] for k, w in phi.items()}
-        for name, x in self.opt.init(theta, phi, torch.cat([length, length])).items():
-            self.state[name][rows] = x
+        state = self.opt.init(theta, phi, torch.cat([length, length]))
+        for kept, new in ((self.theta, theta), (self.state, state)):
+            for name, x in new.items():
+                kept[name].index_copy_(0, rows, x)
 
     def _length(self, generator: torch.Generator) -> Tensor:
         """The length of an unroll, log-uniform between the recipe's bounds."""

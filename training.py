@@ -145,7 +145,7 @@ class Adam:
     """Adam and AdamW for the nets of a task, each net with its own hyperparameters.
 
     With the task's μP rules it is μAdam: the same factors on the update as for a learned optimizer.
-    Decoupled weight decay shrinks a weight by lr * weight_decay a step, as in torch.
+    Decoupled weight decay shrinks a weight by lr * weight_decay per step, as in torch.
     """
 
     def __init__(
@@ -158,30 +158,27 @@ class Adam:
         eps: float = 1e-8,
     ):
         self.scale, self.eps = update_scales(task), eps
-        self.lr = torch.as_tensor(lr, dtype=torch.float32)
-        self.b1, self.b2, self.weight_decay = (
-            torch.as_tensor(x, dtype=torch.float32).expand_as(self.lr)
-            for x in (b1, b2, weight_decay)
-        )
+        numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (lr, b1, b2, weight_decay)]
+        self.numbers = torch.stack([x.expand_as(numbers[0]) for x in numbers])  # (4, P)
+        self.decays = bool(self.numbers[3].any())
 
     def init(self, theta: Theta) -> State:
+        self.numbers = self.numbers.to(next(iter(theta.values())).device)
         return {f"{k}/{name}": torch.zeros_like(p) for name, p in theta.items() for k in "mv"}
 
     def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
         """One step of every net, in place; t is 0 at the first."""
-        corrections = 1 - self.b1 ** (t + 1), (1 - self.b2 ** (t + 1)).sqrt()
-        rate, root = lr * self.lr / corrections[0], corrections[1]
+        rates, b1s, b2s, weight_decay = self.numbers
+        rate, root = lr * rates / (1 - b1s ** (t + 1)), (1 - b2s ** (t + 1)).sqrt()
         for name, p in theta.items():
             g, m, v = grads[name], state[f"m/{name}"], state[f"v/{name}"]
-            per_net = [
-                trailing(x.to(p.device), p.ndim)
-                for x in (self.b1, self.b2, rate * self.scale[name], root, lr * self.lr)
-            ]
-            b1, b2, rate_, root_, lr_ = per_net
+            b1, b2, rate_, root_ = (
+                trailing(x, p.ndim) for x in (b1s, b2s, rate * self.scale[name], root)
+            )
             m.lerp_(g, 1 - b1)
             v.mul_(b2).addcmul_(g, g * (1 - b2))
-            if self.weight_decay.any():
-                p.mul_(1 - lr_ * trailing(self.weight_decay.to(p.device), p.ndim))
+            if self.decays:
+                p.mul_(1 - trailing(lr * rates * weight_decay, p.ndim))
             p.sub_(rate_ * m / ((v.sqrt() / root_).add_(self.eps)))
 
 
@@ -228,9 +225,9 @@ def train(
             look(t, theta)
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
-        history.append(losses.cpu())
+        history.append(losses)
         if t % 50 == 49 and not look and not torch.stack(history[-50:]).isfinite().any():
-            history += [torch.full((P,), torch.nan)] * (steps - t - 1)  # all have diverged
+            history += [torch.full_like(losses, torch.nan)] * (steps - t - 1)  # all diverged
             break
         lr = schedule(t) if schedule else 1.0
         if isinstance(opt, Adam):
@@ -238,7 +235,7 @@ def train(
         else:
             now = torch.full((P,), float(t), device=device)
             opt.step(weights, state, theta, grads, losses, now, lr)
-    return torch.stack(history)
+    return torch.stack(history).cpu()
 
 
 def batches(
