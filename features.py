@@ -155,7 +155,9 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 def rates_of(phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    zero = phi["w0"].new_zeros(1, 1)
+    if "rate_M" in phi:  # computed before, for many steps
+        return Rates(*(phi[f"rate_{name}"] for name in Rates._fields))
+    zero = phi["w0"].new_zeros((1,) * (phi["w0"].ndim - 1))
     return Rates(
         mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
         mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),

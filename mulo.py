@@ -304,12 +304,14 @@ class Stack:
 
 
 class Weights:
-    """The weights of the step for P nets of T tensors: phi, and packed once for kernels."""
+    """The weights of the step for P nets of T tensors, with what can be computed once for all."""
 
     def __init__(self, config: LOConfig, phi: Phi, backend: str):
-        self.phi = phi  # (P | 1, T | 1, ...) each
-        packs = backend == "kernel" and "w0" in phi  # VeLO's are packed once generated
-        self.packed = kernels.pack(config, phi) if packs else None
+        self.phi, self.packed = phi, None  # (P | 1, T | 1, ...) each
+        if "w0" in phi:  # VeLO's own weights have none: they are generated at each step
+            rates = features.rates_of(phi)._asdict()
+            self.phi = phi | {f"rate_{k}": x for k, x in rates.items()}
+            self.packed = kernels.pack(config, self.phi) if backend == "kernel" else None
 
 
 def advance_(

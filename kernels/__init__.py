@@ -197,7 +197,9 @@ def step_(
     table["g_dtype"] = np.array([DTYPES[g.dtype] for g in grads])[:, None]
     steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
     table["net"] = packed.data_ptr() + steps[0] * s + steps[1] * n
-    values = values[:, :, index].transpose(1, 2).reshape(4, -1)  # as the rows are ordered
+    if T < values.shape[2]:
+        values = torch.stack([values[..., k] for k in index], -1)
+    values = values.transpose(1, 2).reshape(4, -1)  # as the rows are ordered
     return LAUNCH[values.device.type](config, table.reshape(-1), values)
 
 

@@ -1,0 +1,185 @@
+"""Without a GPU: the meta device stands for one beside real CPU tensors.
+
+A dispatch mode raises when both meet in one operation (a mix-up), and counts kernels and host syncs
+by the line of ours that caused them.
+"""
+
+import collections
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import metatrain
+import mulo
+import tasks
+import training
+from optimizees import datasets
+
+ROOT = Path(__file__).parents[1]
+aten = torch.ops.aten
+
+
+class Lists(TorchFunctionMode):
+    """Python numbers and lists that go to the GPU, which torch does not dispatch."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            if "meta" in str(kwargs.get("device")):
+                self.gpu.sync("a list to the GPU")
+        elif func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].is_meta:
+            key = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(k, list) for k in key):
+                self.gpu.sync("list indices to the GPU")
+        return func(*args, **kwargs)
+
+
+class Gpu(TorchDispatchMode):
+    """Counts kernels and syncs; raises where CPU and "GPU" tensors meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.clear()
+
+    def clear(self):
+        self.syncs, self.kernels = collections.Counter(), 0
+
+    def __enter__(self):
+        self.lists = Lists(self)
+        self.lists.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.lists.__exit__(*error)
+
+    def sync(self, what):
+        frame = sys._getframe(2)
+        while frame and Path(frame.f_code.co_filename).parent not in (ROOT, ROOT / "optimizees"):
+            frame = frame.f_back
+        line = frame and f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.syncs[what, line] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        cpu, gpu = ([x for x in given if x.is_meta == side] for side in (False, True))
+        to = kwargs.get("device")
+        to = to and torch.device(to).type
+        copies = aten.copy_.default, aten.index.Tensor, aten.index_put_.default
+        if func is aten._local_scalar_dense.default and gpu:
+            self.sync("item")
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is aten._to_copy.default and gpu and to == "cpu":
+            self.sync("to the CPU")
+            return torch.ones(args[0].shape, dtype=args[0].dtype)
+        if func is aten._to_copy.default and cpu and to == "meta":
+            if not kwargs.get("non_blocking"):
+                self.sync("from the CPU")
+        elif func in copies and cpu and gpu:
+            self.sync("from the CPU")
+        elif gpu and any(x.ndim for x in cpu):
+            places = [(x.device.type, tuple(x.shape)) for x in given]
+            raise RuntimeError(f"{func} mixes devices: {places}")
+        view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        self.kernels += bool((gpu or to == "meta") and not view)
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def images(monkeypatch):
+    """A task's data on the device that is asked for."""
+    x, y = torch.zeros(50, 1, 8, 8, dtype=torch.uint8), torch.zeros(50, dtype=torch.long)
+
+    def data(self, split="train", device="cpu"):
+        return datasets.Images(x, y, 10, [1.0], [1.0], device=device)
+
+    monkeypatch.setattr(tasks.Task, "data", data)
+
+
+@pytest.mark.parametrize("backend", ["folded", "kernel"])
+@pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
+def test_an_inner_step_of_meta_training_does_not_sync(name, backend, images):
+    steps = 7
+    r = metatrain.recipe(name, truncation=steps, widths=(16,), pairs=2, backend=backend)
+    with Gpu() as gpu:
+        trainer = metatrain.Trainer(r, metatrain.new_lo(r, "meta"))
+        trainer.advance()
+        for group in trainer.particles[0]:
+            group.length += 1000  # no restart: those are rare
+        gpu.clear()
+        trainer.advance()
+    inner = {k: n for k, n in gpu.syncs.items() if n >= steps}
+    assert not inner
+    assert sum(gpu.syncs.values()) <= 12  # once an outer step: the log's numbers
+    if name == "mulo_m":
+        assert gpu.kernels / steps <= {"folded": 450, "kernel": 150}[backend]
+
+
+def build(width):
+    return nn.Sequential(
+        nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3)
+    )
+
+
+@pytest.mark.parametrize("backend", ["folded", "kernel"])
+@pytest.mark.parametrize("net", [mulo.SmallFC, mulo.VeLO])
+def test_a_step_of_the_optimizer_does_not_sync(net, backend):
+    with Gpu() as gpu:
+        roles = mulo.infer_roles(build, 512)
+        with torch.device("meta"):
+            model = build(512)
+        groups = mulo.param_groups(model, roles)
+        opt = mulo.MuLO(groups, net(), num_steps=9, backend=backend)  # its weights on the CPU
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for _ in range(2):
+            gpu.clear()
+            opt.step(loss=torch.ones((), device="meta"))
+    assert not gpu.syncs
+    most = {"folded": (500, 900), "kernel": (60, 450)}[backend][net is mulo.VeLO]
+    assert gpu.kernels <= most
+
+
+def test_a_step_of_adam_does_not_sync(images):
+    task = tasks.get("fashion8_mlp_w16_d3", batch_size=4)
+    with Gpu() as gpu:
+        theta = {k: p.to("meta") for k, p in task.init(2, torch.Generator()).items()}
+        opt = training.Adam(task, torch.tensor([0.1, 0.2]), weight_decay=0.1)
+        state = opt.init(theta)
+        gpu.clear()
+        opt.step(state, theta, {k: torch.zeros_like(p) for k, p in theta.items()}, t=3)
+    assert not gpu.syncs
+    assert gpu.kernels <= 20 * len(theta)
+
+
+def test_mix_ups_and_syncs_are_seen():
+    """Negative controls."""
+    x = torch.zeros(3, device="meta")
+    with Gpu(), pytest.raises(RuntimeError, match="mixes devices"):
+        x + torch.ones(3)
+    for cause in (
+        lambda: x[0].item(),
+        lambda: x.cpu(),
+        lambda: torch.ones(3).to("meta"),
+        lambda: torch.tensor([1.0], device="meta"),
+        lambda: x[[0, 1]],
+    ):
+        with Gpu() as gpu:
+            cause()
+        assert gpu.syncs
+    with Gpu() as gpu:
+        torch.ones(3).to("meta", non_blocking=True)
+        x + 1
+    assert not gpu.syncs
+    assert gpu.kernels == 2
