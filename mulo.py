@@ -439,30 +439,30 @@ class MuLO(torch.optim.Optimizer):
         velo = self.lo.config.net == "velo"
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
-        by_device: dict[torch.device, list[tuple[nn.Parameter, dict]]] = {}
-        for p, group in self._with_gradients():
-            by_device.setdefault(p.device, []).append((p, group))
-        stacks = {d: [self._stack(*x) for x in found] for d, found in by_device.items()}
-        made = self._generate(by_device, stacks, loss) if velo and by_device else {}
-        for device, found in by_device.items():
-            weights, alpha = made[device] if velo else (self._on(device), None)
-            grads = [p.grad.reshape(1, *p.shape or (1,)) for p, _ in found]
-            values = self._values([group for _, group in found], device)
-            if alpha is not None:
-                values[1] *= alpha
-            bad = self._advance(weights, stacks[device], grads, values)
+        found = self._with_gradients()
+        stacks = [self._stack(p, group) for p, group in found]
+        phi, alpha = self._generate(found, stacks, loss) if velo and found else ({}, None)
+        for device in dict.fromkeys(p.device for p, _ in found):
+            own = [k for k, (p, _) in enumerate(found) if p.device == device]
+            part = slice(None) if len(own) == len(found) else own
+            backend = kernels.choose(self.backend, self.lo.config, device)
+            values = self._values([found[k][1] for k in own], device)
+            weights = self._on(device)
+            if velo:
+                here = {k: w[:, part].to(device) for k, w in phi.items()}
+                weights = Weights(self.lo.config, here, backend)
+                values[1] *= alpha[:, part].to(device)
+            grads = [found[k][0].grad.view_as(stacks[k].p) for k in own]
+            bad = self._advance(backend, weights, [stacks[k] for k in own], grads, values)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
             group["step"] += 1
         self._warn_nonfinite()
         return loss
 
-    def _advance(
-        self, weights: Weights, stacks: list[Stack], grads: list[Tensor], values: Tensor
-    ) -> Tensor | int:
-        """Step the parameters of one device in place: what a subclass may do elsewhere."""
-        backend = kernels.choose(self.backend, self.lo.config, values.device)
-        return advance_(self.lo.config, backend, weights, stacks, grads, values)
+    def _advance(self, *args) -> Tensor | int:
+        """`advance_`: what a subclass may run elsewhere."""
+        return advance_(self.lo.config, *args)
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         found = [
@@ -472,9 +472,8 @@ class MuLO(torch.optim.Optimizer):
             if p.grad is not None and p.numel()
         ]
         if any(p.grad.layout != torch.strided for p, _ in found):
-            raise RuntimeError(
-                "MuLO takes dense gradients only: build the layer with sparse=False."
-            )
+            fix = "build the layer with sparse=False"
+            raise RuntimeError(f"MuLO takes dense gradients only: {fix}.")
         return found
 
     def _values(self, groups: list[dict], device: torch.device) -> Tensor:
@@ -530,43 +529,31 @@ class MuLO(torch.optim.Optimizer):
         return state
 
     def _generate(
-        self,
-        found: dict[torch.device, list[tuple[nn.Parameter, dict]]],
-        stacks: dict[torch.device, list[Stack]],
-        loss: Tensor | float,
-    ) -> dict[torch.device, tuple[Weights, Tensor]]:
-        """VeLO: run the LSTM over all tensors; each device gets its tensors' MLPs and alphas."""
-        config, device = self.lo.config, next(iter(found))
+        self, found: list[tuple[nn.Parameter, dict]], stacks: list[Stack], loss: Tensor | float
+    ) -> tuple[Phi, Tensor]:
+        """VeLO: run the LSTM over all T tensors; their MLPs, (1, T, ...), and alphas, (1, T)."""
+        device = found[0][0].device
         loss = features.send(torch.as_tensor(loss, dtype=torch.float32).detach(), device)
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
         memory = self.state["loss"] if "loss" in self.state else None
         memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device=device)
-        groups = [group for members in found.values() for _, group in members]
-        states = [self.state[p] for members in found.values() for p, _ in members]
-        t = self._values(groups, device)[0]
+        states = [self.state[p] for p, _ in found]
+        x_tensor = torch.cat([self._tensor_features(x).to(device) for x in stacks])
+        h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
         memory, h, cell, phi, alpha = self._hyper(
             LossBuffer(*(x[None] for x in memory)),
             loss.reshape(1),
-            t,
-            torch.cat([self._tensor_features(x).to(device) for d in stacks for x in stacks[d]])[
-                None
-            ],
-            *(torch.stack([s[k].to(device) for s in states])[None] for k in ("h", "cell")),
+            self._values([group for _, group in found], device)[0],
+            *(x[None] for x in (x_tensor, h, cell)),
         )
         self.state["loss"] = {k: x[0] for k, x in memory._asdict().items()}
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k
-        made, start = {}, 0
-        for d, members in stacks.items():
-            part = slice(start, start + len(members))
-            own = {k: w[:, part].to(d) for k, w in phi.items()}
-            a = alpha[:, part].to(d)
-            if config.param_scale_mult:
-                a = a * torch.stack([features.param_scale(x.p) for x in members], 1).to(a.dtype)
-            backend = kernels.choose(self.backend, config, d)
-            made[d], start = (Weights(config, own, backend), a), part.stop
-        return made
+        if self.lo.config.param_scale_mult:
+            scales = [features.param_scale(x.p).to(device, alpha.dtype) for x in stacks]
+            alpha = alpha * torch.stack(scales, 1)
+        return phi, alpha
 
     def _tensor_features(self, x: Stack) -> Tensor:
         """What the LSTM sees of a tensor, (1, 12)."""
@@ -612,16 +599,13 @@ class MuLO(torch.optim.Optimizer):
         try:
             groups, state = state_dict["param_groups"], state_dict["state"]
             saved_sizes = [len(group["params"]) for group in groups]
-            ours = all(
-                self.defaults.keys() - {"differentiable"} <= group.keys() for group in groups
-            )
+            names = self.defaults.keys() - {"differentiable"}
+            ours = all(names <= group.keys() for group in groups)
         except (AttributeError, KeyError, TypeError):
             ours = False
         if not ours:
             raise ValueError("this is not what MuLO.state_dict() returned: load that.")
-        fix = (
-            "build the same model, param groups and learned optimizer as in the run that saved it."
-        )
+        fix = "build the model, param groups and learned optimizer of the run that saved it."
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:
             raise ValueError(

@@ -103,7 +103,7 @@ def test_mismatched_state_is_refused_whole():
     net, opt = make()
     train(net, opt, 2, x, y)
     good = copy.deepcopy(opt.state_dict())
-    fix = "build the same model, param groups and learned optimizer"
+    fix = "build the model, param groups and learned optimizer"
     foreign = r"not what MuLO\.state_dict\(\) returned: load that"
     wider = make(width=32)[1]
     wide_net, wide = make(width=32)
