@@ -240,12 +240,15 @@ class Run:
             setattr(run, name, state[name])
         return run
 
-    def train(self, every: int) -> None:
-        """Train to the end, or until Ctrl-C, which is heeded between steps: state is then whole."""
+    def train(self, minutes: float) -> None:
+        """Train to the end with a checkpoint every `minutes` (0: after every step).
+
+        Ctrl-C stops after the current step, so the checkpoint is consistent.
+        """
         trainer, before = self.trainer, signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "asked", True))
+        signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "wants_stop", True))
         try:
-            self._train(every)
+            self._train(minutes)
         except FloatingPointError as error:
             last = self.checkpoints(self.out)
             kept = f"the last good checkpoint is {last[-1]}" if last else "nothing was saved"
@@ -262,20 +265,22 @@ class Run:
             about["meta_loss"] = mean_loss(self.rows[-20:])
             mulo.save(trainer.result(), self.out / "lo.pt", **about)
 
-    def _train(self, every: int) -> None:
+    def _train(self, minutes: float) -> None:
         trainer, r, started = self.trainer, self.trainer.r, self.trainer.step
         inner = r.truncation * len(r.widths) * 2 * r.pairs
         hide = trainer.rank > 0
         with tqdm(total=r.steps, initial=started, desc=r.name, unit="step", disable=hide) as bar:
-            clock = time.monotonic()
+            clock = saved = time.monotonic()
             while trainer.step < r.steps and not trainer.stop:
+                trainer.wants_save = trainer.rank == 0 and clock - saved >= 60 * minutes
                 self.rows.append(trainer.advance())
                 clock, since = time.monotonic(), time.monotonic() - clock
                 self.seconds += since
                 bar.update()
                 speed = f"{inner / since:,.0f}/s"
                 bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}", inner=speed)
-                if trainer.step % every == 0 and trainer.step < r.steps:
+                if trainer.save and trainer.step < r.steps:
+                    saved = clock
                     try:
                         self.save()
                     except OSError as error:  # a full disk: what was saved before is still there
@@ -351,7 +356,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument(
-        "--checkpoint-every", type=int, default=20, metavar="N", help="outer steps (default: 20)"
+        "--checkpoint-every", type=float, default=10, metavar="MINUTES", help="(default: 10)"
     )
     parser.add_argument("--dry-run", action="store_true", help="only tell the memory it would take")
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
@@ -395,8 +400,8 @@ def _start(args: argparse.Namespace, device: str) -> Run:
 
 def main() -> None:
     args, run = _parser().parse_args(), None
-    if args.checkpoint_every < 1:
-        sys.exit("metatrain.py: --checkpoint-every must be 1 or more.")
+    if not args.checkpoint_every >= 0:
+        sys.exit("metatrain.py: --checkpoint-every must be a number of minutes, 0 or more.")
     training.keep_freed_memory()
     try:
         if args.dry_run:

@@ -190,7 +190,8 @@ class Trainer:
 
     def __init__(self, r, lo: LO, data: bool = True):
         self.r, self.lo, self.step = r, lo, 0
-        self.asked, self.stop = False, False  # this process was asked to stop; all agreed to
+        # Set by this process before a step; what all processes then agree on.
+        self.wants_stop = self.wants_save = self.stop = self.save = False
         self.rank, self.world = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         )
@@ -245,11 +246,12 @@ class Trainer:
         """One outer step; returns what goes into the log."""
         r, D = self.r, len(self.phi)
         sums = torch.stack([self.estimate(groups) for groups in self.particles])  # (tasks, D + 3)
-        asked = sums.new_full((1,), float(self.asked))
-        flat = torch.cat([sums.flatten(), asked])
+        wants = torch.tensor([float(self.wants_stop), float(self.wants_save)]).to(sums)
+        flat = torch.cat([sums.flatten(), wants])
         if self.world > 1:
             dist.all_reduce(flat)
-        sums, self.stop = flat[:-1].view_as(sums), bool(flat[-1])  # all processes stop, or none
+        sums = flat[:-2].view_as(sums)
+        self.stop, self.save = (flat[-2:] > 0).tolist()  # all processes do, or none
         good, losses = sums[:, D], sums[:, D + 1] / r.pairs
         grad = (sums[:, :D] / good.clamp_min(1).unsqueeze(1)).mean(0)  # tasks count alike
         norm, loss = float(grad.norm()), float(losses.mean())

@@ -52,9 +52,9 @@ def test_recipes(name):
     assert config.t_max == (1000 if r.net == "small_fc" else None)
 
 
-def command(out, every=1, name="mulo_m", **changes):
+def command(out, minutes=0, name="mulo_m", **changes):
     numbers = {k.replace("_", "-"): str(v) for k, v in (TINY | changes).items() if k != "widths"}
-    numbers |= {"out": str(out), "checkpoint-every": str(every)}
+    numbers |= {"out": str(out), "checkpoint-every": str(minutes)}
     flags = [x for k, v in numbers.items() for x in (f"--{k}", v)]
     return [sys.executable, ROOT / "metatrain.py", name, *flags, "--widths", "8", "16",
             "--no-picture"]  # fmt: skip
@@ -62,7 +62,7 @@ def command(out, every=1, name="mulo_m", **changes):
 
 def resume(out):
     args = [sys.executable, ROOT / "metatrain.py", "--resume", str(out), "--no-picture"]
-    return [*args, "--checkpoint-every", "1"]
+    return [*args, "--checkpoint-every", "0"]
 
 
 def finished_run(out):
@@ -122,7 +122,7 @@ def test_resume_after_20_kills(tmp_path):
 def test_ctrl_c_stops_between_steps(whole, tmp_path):
     """It saves, says how to go on, and going on gives the log of the undisturbed run."""
     out = tmp_path / "run"
-    args = command(out, every=100)
+    args = command(out, minutes=100)
     process = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     while "1/6" not in process.stderr.readline(400):
         assert process.poll() is None
@@ -148,7 +148,7 @@ def test_a_corrupt_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
     newest.write_bytes(newest.read_bytes()[:1000])
     run = metatrain.Run.resume(tmp_path, "cpu")
     assert run.trainer.step == 5
-    run.train(every=1)
+    run.train(minutes=0)
     assert finished_run(tmp_path)[0] == finished_run(whole)[0]
     assert len(list(tmp_path.glob("checkpoint_*.pt"))) == metatrain.Run.KEEP
     for file in tmp_path.glob("checkpoint_*.pt"):
@@ -160,12 +160,12 @@ def test_a_corrupt_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
 def test_velo_resumes_too(tmp_path):
     r = metatrain.recipe("muvelo_m", **(TINY | {"lstm_hidden": 6, "param_inits": 5}))
     whole = metatrain.Run(metatrain.Trainer(r, metatrain.new_lo(r)), tmp_path / "whole")
-    whole.train(every=1)
+    whole.train(minutes=0)
     for file in (tmp_path / "whole").glob("checkpoint_000005.pt"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     run = metatrain.Run.resume(tmp_path, "cpu")
     assert run.trainer.step == 5
-    run.train(every=1)
+    run.train(minutes=0)
     assert finished_run(tmp_path)[0] == finished_run(tmp_path / "whole")[0]
 
 
@@ -185,7 +185,7 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path, monkeypatch, capfd):
         return row
 
     monkeypatch.setattr(run.trainer, "advance", limited)
-    run.train(every=1)
+    run.train(minutes=0)
     said = capfd.readouterr()
     assert "checkpoint not saved" in said.out + said.err
     assert "make room" in said.out + said.err
@@ -204,12 +204,12 @@ def test_a_run_that_breaks_down_names_the_last_good_checkpoint(tmp_path, monkeyp
         lambda groups: estimate(groups) * (float("nan") if run.trainer.step == 3 else 1),
     )
     with pytest.raises(FloatingPointError) as error:
-        run.train(every=1)
+        run.train(minutes=0)
     assert f"the last good checkpoint is {tmp_path / 'checkpoint_000003.pt'}" in str(error.value)
     monkeypatch.undo()
     again = metatrain.Run.resume(tmp_path, "cpu")
     assert again.trainer.phi.isfinite().all()
-    again.train(every=1)
+    again.train(minutes=0)
 
 
 def test_the_end_of_a_run(tmp_path):
@@ -277,7 +277,7 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
         (["--seed", 10**12], "seed must be between 0 and 999,999,999"),
         (["--device", "foo"], "device 'foo' is not there"),
         (["--unroll", 50], "shortest=500 exceeds unroll=50"),
-        (["--checkpoint-every", 0], "--checkpoint-every must be 1 or more"),
+        (["--checkpoint-every", -1], "--checkpoint-every must be a number of minutes, 0 or more"),
         (["--kind", "fashion9_mlp"], "unknown task"),
         (["--eps", "none"], "eps='none' is unknown: use one of"),
         (["adam"], "unknown recipe 'adam': use one of mulo_s"),
