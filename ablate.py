@@ -23,7 +23,7 @@ import roles
 from cells import Cells, Contender, Job, contender
 from experiments import Suite, guess
 from report import Finding, draw_ends, figure, save, summary, width_axis, write_table
-from training import end
+from training import final_loss
 
 BASE = "mulo_s"
 META: dict[str, dict | Callable[[metatrain.Recipe], dict]] = {  # changes to the recipe
@@ -148,11 +148,13 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
 
     ends = {}  # variant: final losses at each width, over all nets and meta-seeds
     for name, some in meta.items():
-        ends[name] = [torch.cat([end(cells.losses(job(c, w))) for c in some]) for w in sizes.widths]
+        ends[name] = [
+            torch.cat([final_loss(cells.losses(job(c, w))) for c in some]) for w in sizes.widths
+        ]
         if name in WIDE:
-            ends[name].append(end(cells.losses(job(some[0], sizes.widest))))
+            ends[name].append(final_loss(cells.losses(job(some[0], sizes.widest))))
     for name, c in rules.items():
-        ends[name] = [end(cells.losses(job(c, w))) for w in sizes.widths]
+        ends[name] = [final_loss(cells.losses(job(c, w))) for w in sizes.widths]
     groups = {
         "meta-training": ["as shipped", *(name for name in META if name not in WIDE)],
         "epsilons": list(WIDE),
@@ -172,7 +174,7 @@ def ablate(suite: Suite, cells: Cells, out: Path) -> Finding:
         ax.legend(fontsize=7)
     long = {}
     for name, schedule in timed:
-        x = end(cells.losses(job(limits[name], suite.widest, 5, schedule)))
+        x = final_loss(cells.losses(job(limits[name], suite.widest, 5, schedule)))
         long[f"{name}, {schedule}"] = summary(x)[0]
         values = (f"{v:.4f}" for v in summary(x))
         rows.append(["time", f"{name}; {schedule}", suite.widest, 5, *values, len(x)])

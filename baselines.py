@@ -109,7 +109,7 @@ def tune(
             schedule=schedule_of(schedule, steps),
             device=device,
         )
-        scores = training.end(losses).view(len(some), len(seeds)).mean(1)
+        scores = training.final_loss(losses).view(len(some), len(seeds)).mean(1)
         found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
     return sorted(found, key=lambda c: c["loss"] if c["loss"] == c["loss"] else float("inf"))
 

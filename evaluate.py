@@ -51,7 +51,7 @@ def task(args: argparse.Namespace) -> str:
     for name, some in jobs.items():
         row = f"{name:26}"
         for job in some:
-            mean, error = report.summary(training.end(cells.losses(job)))
+            mean, error = report.summary(training.final_loss(cells.losses(job)))
             row += f"{f'{mean:.3f} ± {error:.3f}' if error == error else f'{mean:.3f}':>24}"
         lines.append(row)
     return "\n".join(lines)

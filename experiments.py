@@ -38,7 +38,7 @@ from report import (
     worse,
     write_table,
 )
-from training import end
+from training import final_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def width(suite: Suite, cells: Cells, out: Path) -> Finding:
     cells.fill(jobs.values(), "width")
     fig, axes = figure(2 * len(suite.kinds))
     for k, kind in enumerate(suite.kinds):
-        ends = {c.name: [end(cells.losses(jobs[kind, w, c.name])) for w in suite.widths]
+        ends = {c.name: [final_loss(cells.losses(jobs[kind, w, c.name])) for w in suite.widths]
                 for c in who}  # fmt: skip
         for name, found in ends.items():
             before = [torch.full_like(found[0], math.nan), *found[:-1]]
@@ -168,7 +168,9 @@ def rank(suite: Suite, cells: Cells, out: Path) -> Finding:
     cells.fill([job for some in jobs.values() for job in some], "rank")
     ranks = {}  # (kind or "all", horizons, width): (who,)
     for (t, kind, w), some in jobs.items():
-        ends = torch.stack([end(cells.losses(job), t / times[t]) for job in some])  # (who, seeds)
+        ends = torch.stack(
+            [final_loss(cells.losses(job), t / times[t]) for job in some]
+        )  # (who, seeds)
         ends = ends.nan_to_num(guess(kind)).clamp_max(guess(kind)).mean(1)
         ranks[kind, t, w] = ranked(ends)
     for t, w in itertools.product(times, suite.columns):
@@ -231,11 +233,11 @@ def depth(suite: Suite, cells: Cells, out: Path) -> Finding:
     last = {}
     for c in who:
         curves = [cells.losses(suite.job(c, name)) for name in names]
-        draw_ends(axes[0], list(suite.depths), [end(x) for x in curves], c.name)
+        draw_ends(axes[0], list(suite.depths), [final_loss(x) for x in curves], c.name)
         draw_curve(axes[1], curves[-1], suite.steps, c.name)
         for d, x in zip(suite.depths, curves, strict=True):
-            rows.append([kind, c.name, d, *(f"{v:.4f}" for v in summary(end(x)))])
-        last[c.name] = summary(end(curves[-1]))[0]
+            rows.append([kind, c.name, d, *(f"{v:.4f}" for v in summary(final_loss(x)))])
+        last[c.name] = summary(final_loss(curves[-1]))[0]
     for ax, title in zip(
         axes, (f"width {suite.widest}", f"{suite.depths[-1]} layers"), strict=True
     ):
@@ -272,7 +274,7 @@ def horizon(suite: Suite, cells: Cells, out: Path) -> Finding:
         ends = {}
         for c in who:
             losses = cells.losses(suite.job(c, name, times, schedule))
-            (mean, error), lowest = summary(end(losses)), float(losses.mean(1).min())
+            (mean, error), lowest = summary(final_loss(losses)), float(losses.mean(1).min())
             rows.append([schedule, times, c.name, *(f"{x:.4f}" for x in (mean, error, lowest))])
             ends[c.name] = mean
             if schedule == "constant" and c.name in ("mulo_m", "muvelo_m"):
@@ -380,7 +382,7 @@ def distribution(suite: Suite, cells: Cells, out: Path) -> Finding:
     jobs = {c.name: [suite.job(c, f"{kind}_w{w}_d3") for w in widths] for c in who}
     cells.fill([job for some in jobs.values() for job in some], "distribution")
     fig, axes = figure(1)
-    ends = {name: [end(cells.losses(job)) for job in some] for name, some in jobs.items()}
+    ends = {name: [final_loss(cells.losses(job)) for job in some] for name, some in jobs.items()}
     rows = []
     for name, found in ends.items():
         draw_ends(axes[0], widths, found, name)

@@ -74,7 +74,7 @@ def close(run: metatrain.Run, device: str) -> str:
     for ax, (w, found) in zip(axes[1:], curves.items(), strict=True):
         for name, losses in found.items():
             ax.plot(smooth(losses.mean(1)), label=name)
-        low = min(float(training.end(x).mean()) for x in found.values())
+        low = min(float(training.final_loss(x).mean()) for x in found.values())
         ax.set(xlabel="step", ylabel="training loss", title=f"{r.kind}, width {w}")
         ax.set_ylim(0.8 * low, 1.1 * float(found[r.name][0].mean()))
         ax.legend()
@@ -85,7 +85,7 @@ def close(run: metatrain.Run, device: str) -> str:
         f"{metatrain.mean_loss(run.rows[-20:]):.3f} in {run.seconds / 60:.1f} minutes."
     ]
     for w, found in curves.items():
-        ends = {k: float(training.end(x).mean()) for k, x in found.items()}
+        ends = {k: float(training.final_loss(x).mean()) for k, x in found.items()}
         others = ", ".join(f"{k} {x:.3f}" for k, x in ends.items() if k != r.name)
         nets = found[r.name].shape[1]
         nets = "one net" if nets == 1 else f"{nets} nets"
@@ -126,7 +126,7 @@ def validate(
             device=device,
         )
         bound = 1.5 * math.log(task.classes)
-        end = training.end(losses).nan_to_num(nan=bound).clamp_max(bound)
+        end = training.final_loss(losses).nan_to_num(nan=bound).clamp_max(bound)
         scores[name] = float(end.mean())
     return scores
 

@@ -31,7 +31,7 @@ def test_tuning_sorts_by_final_loss_and_survives_divergence():
     values = {k: torch.tensor([found[0][k]] * 2) for k in baselines.FIELDS}
     task = training.with_rules(TASK, False)
     again = training.train(task, baselines.adam(values), 20, [0, 1])
-    assert float(training.end(again).mean()) == pytest.approx(losses[0], rel=1e-4)
+    assert float(training.final_loss(again).mean()) == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_nan_comes_last(monkeypatch):

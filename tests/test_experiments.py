@@ -56,8 +56,8 @@ def test_smoke(name, tuned, tmp_path, monkeypatch):
 
 def test_end_is_the_last_tenth():
     losses = torch.arange(50.0).unsqueeze(1)
-    assert float(training.end(losses)) == 47
-    assert float(training.end(losses, 0.2)) == 9
+    assert float(training.final_loss(losses)) == 47
+    assert float(training.final_loss(losses, 0.2)) == 9
 
 
 def test_rank_counts_divergence_as_guessing(tmp_path, tuned):
