@@ -10,8 +10,9 @@
     job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
     losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
 
-A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its training
-loss averaged over 50 equal windows, nan after divergence. `paper/` has the claims, built on this.
+A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
+training loss averaged over 50 equal windows, nan after divergence. The claims are in `paper/`,
+which builds on this file; only the commands, at the end, import it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -73,18 +75,14 @@ TUNED = Path(__file__).parent / "results" / "tuned"
 BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam with the rules of μP
 GRIDS = {  # the paper's tables: 504 and 512 configurations
     "adamw": {
-        "lr": torch.logspace(-1, -5, 14).tolist(),
-        "b1": [0.9, 0.95, 0.99],
-        "b2": [0.95, 0.99, 0.999],
-        "weight_decay": [0.1, 0.01, 0.001, 0.0001],
+        "lr": torch.logspace(-1, -5, 14).tolist(), "b1": [0.9, 0.95, 0.99],
+        "b2": [0.95, 0.99, 0.999], "weight_decay": [0.1, 0.01, 0.001, 0.0001],
     },
     "muadam": {
-        "lr": torch.logspace(-6, 0, 32).tolist(),
-        "b1": [0.85, 0.9, 0.95, 0.99],
-        "b2": [0.9, 0.95, 0.99, 0.999],
-        "weight_decay": [0.0],
+        "lr": torch.logspace(-6, 0, 32).tolist(), "b1": [0.85, 0.9, 0.95, 0.99],
+        "b2": [0.9, 0.95, 0.99, 0.999], "weight_decay": [0.0],
     },
-}
+}  # fmt: skip
 FIELDS = ("lr", "b1", "b2", "weight_decay")
 USUAL = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
 PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
@@ -105,7 +103,7 @@ CHUNK = 64  # nets that are tuned side by side
 def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
     """The factor on the learning rate at step t; "cosine" decays from 1 to 0.1 over the run."""
     if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: use constant or cosine.")
+        raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
     if name == "constant":
         return None
     return lambda t: 0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * t / steps)))
@@ -147,27 +145,24 @@ def tune(
     return sorted(found, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
 
 
-def known_values(kind: str) -> dict[str, dict]:
-    """What results/tuned/<kind>.json has, by baseline, steps and schedule."""
-    path = TUNED / f"{kind}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def remember(which: str, kind: str, steps: int, schedule: str, entry: dict) -> Path:
     """Keep what tuning found in results/tuned/<kind>.json."""
-    known = known_values(kind) | {f"{which}, {steps} steps, {schedule}": entry}
-    TUNED.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dict(sorted(known.items())), indent=1) + "\n"
-    write_atomically(TUNED / f"{kind}.json", text)
-    return TUNED / f"{kind}.json"
+    path = TUNED / f"{kind}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[f"{which}, {steps} steps, {schedule}"] = entry
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    return path
 
 
 def best(which: str, kind: str, steps: int, schedule: str = "constant") -> dict | None:
     """The tuned values for tasks of this kind: found by `tune`, else the paper's, else None."""
-    found = known_values(kind).get(f"{which}, {steps} steps, {schedule}")
-    if found is None and (which, kind) in PAPER and schedule == "constant":
+    path, key = TUNED / f"{kind}.json", f"{which}, {steps} steps, {schedule}"
+    if path.exists() and key in (known := json.loads(path.read_text())):
+        return known[key]
+    if schedule == "constant" and (which, kind) in PAPER:
         return dict(zip(FIELDS, PAPER[which, kind], strict=True))
-    return found
+    return None
 
 
 def tuned(which: str, kind: str, steps: int, schedule: str) -> dict:
@@ -234,26 +229,26 @@ class Job:
     def get_task(self) -> tasks.Task:
         return tasks.get(self.task, rules=self.who.rules)
 
-    def digest(self) -> str:
-        """Tells optimizers of one name apart: weights or tuned values, rules, the batch size."""
+    def keys(self) -> list[tuple[str, ...]]:
+        """Keys of the results: one for each seed, or one in all for activations.
+
+        A digest of the weights or tuned values, rules and batch size tells namesakes apart.
+        """
         what = list(self.values.values()) if self.values else checkpoints.digest(self.who.lo)
         what = f"{what} {self.who.rules} {self.get_task().batch_size}"
-        return hashlib.sha256(what.encode()).hexdigest()[:8]
-
-    def keys(self) -> list[tuple[str, ...]]:
-        """Keys of the results: one for each seed, or one in all for activations."""
-        head = (self.who.name, self.digest(), self.task, str(self.steps), self.schedule)
+        digest = hashlib.sha256(what.encode()).hexdigest()[:8]
+        head = (self.who.name, digest, self.task, str(self.steps), self.schedule)
         if self.probe_at:
             return [(*head, " ".join(map(str, self.seeds)), " ".join(map(str, self.probe_at)))]
         return [(*head, str(seed)) for seed in self.seeds]
 
-    def title(self) -> str:
+    def __str__(self) -> str:
         return f"{self.who.name} on {self.task}"
 
     def cost(self) -> int:
         """Rough cost in arbitrary units, to start the longest jobs first."""
-        size = sum(p.numel() for p in self.get_task().skeleton().parameters())
-        return self.steps * len(self.seeds) * (size + 20_000)
+        task = self.get_task()
+        return self.steps * len(self.seeds) * (task.depth * task.width**2 + 20_000)
 
     def run(self, device: str = "cpu") -> list:
         """Train, and return the result for each of `keys`."""
@@ -315,10 +310,8 @@ def _prepare_process() -> None:
 
 
 class Results:
-    """The results of finished jobs, in a folder: losses in losses.csv, activations in watch.json.
-
-    Each is written by rename when its job ends, so an interrupted evaluation goes on from there.
-    """
+    """Finished jobs, in a folder: losses.csv, and watch.json for activations. Each job is saved as
+    it ends, so an interrupted evaluation goes on from there."""
 
     KEY = ("optimizer", "digest", "task", "steps", "schedule", "seed")
 
@@ -340,11 +333,19 @@ class Results:
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing, each net once."""
-        missing = {tuple(m.keys()): m for job in jobs if (m := self._missing(job))}
+        missing = {}
+        for job in jobs:
+            left = [key not in self._kept(job) for key in job.keys()]
+            if any(left) and not job.probe_at:
+                job = dataclasses.replace(job, seeds=tuple(itertools.compress(job.seeds, left)))
+            if any(left):
+                missing[tuple(job.keys())] = job
         for job, found in self.execute(list(missing.values()), desc):
-            kept = self.probed if job.probe_at else self.curves
-            kept |= dict(zip(job.keys(), found, strict=True))
+            self._kept(job).update(zip(job.keys(), found, strict=True))
             self.save()
+
+    def _kept(self, job: Job) -> dict:
+        return self.probed if job.probe_at else self.curves
 
     def losses(self, job: Job) -> Tensor:
         """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing."""
@@ -356,16 +357,8 @@ class Results:
         self.run([job])
         return self.probed[job.keys()[0]]
 
-    def _missing(self, job: Job) -> Job | None:
-        """The job without the seeds that are there."""
-        if job.probe_at:
-            return None if job.keys()[0] in self.probed else job
-        pairs = zip(job.seeds, job.keys(), strict=True)
-        seeds = tuple(seed for seed, key in pairs if key not in self.curves)
-        return dataclasses.replace(job, seeds=seeds) if seeds else None
-
     def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
-        """Run jobs (with `title`, `cost` and `run`), longest first; yield (job, result) of each."""
+        """Run jobs, which have a `cost` and `run`, longest first; yield each with its result."""
         jobs = sorted(jobs, key=lambda job: job.cost(), reverse=True)
         if min(self.processes, len(jobs)) > 1:
             done = self._in_processes(jobs)
@@ -382,7 +375,7 @@ class Results:
             try:
                 for future in as_completed(started):
                     if future.exception():  # the other jobs go on
-                        failed.append(f"{started[future].title()}: {future.exception()}")
+                        failed.append(f"{started[future]}: {future.exception()}")
                     else:
                         yield started[future], future.result()
             except BaseException:
@@ -442,9 +435,7 @@ def _task(args: argparse.Namespace) -> None:
     print(f"{'':26}" + "".join(f"{c.name:>24}" for c in who))
     for row in jobs:
         found = [mean_stderr(training.final_loss(results.losses(job))) for job in row]
-        cells = [
-            f"{x:.3f}" if math.isnan(error) else f"{x:.3f} ± {error:.3f}" for x, error in found
-        ]
+        cells = [f"{x:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for x, e in found]
         print(f"{row[0].task:26}" + "".join(f"{cell:>24}" for cell in cells))
     print(f"(kept in {args.out / 'losses.csv'})")
 
@@ -455,7 +446,7 @@ def _validate(args: argparse.Namespace) -> None:
     for file in args.files:
         lo, recipe = mulo.load(file), checkpoints.about(file).get("recipe")
         scores = choose.validate(lo, recipe, args.device)
-        print(f"{file}: {choose.mean_score(scores):.4f}  {scores}")
+        print(f"{file}: {fmean(scores.values()):.4f}  {scores}")
 
 
 def _choose(args: argparse.Namespace) -> None:
@@ -477,7 +468,7 @@ def _claims(args: argparse.Namespace) -> None:
         report.keep(found, name, args.out)
         report.draw_readme_picture(args.out, suite.kinds[0], suite.widest)
         report.write(args.out, page, suite.scale)
-        print(found.said)
+        print("\n".join(found.said))
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -498,20 +489,18 @@ ARGUMENTS = {
     "name": dict(choices=metatrain.RECIPES),
     "folders": dict(type=Path, nargs="+", help="of runs"),
     "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py"),
-    "--scale": dict(choices=metatrain.SCALES, default="desk", help="a laptop's or the paper's"),
+    "--scale": dict(choices=metatrain.SCALES, default="desk", help="default: desk, for a laptop"),
     "--width": dict(type=int, help="default: the widest of meta-training"),
     "--depth": dict(type=int, default=3, help="default: 3"),
-    "--steps": dict(type=int, help="default: the meta-trained horizon, 500 at desk scale"),
-    "--seeds": dict(type=int, help="nets of each (default: 3 to tune, else 5)"),
-    "--schedule": dict(choices=SCHEDULES, default="constant", help="of the learning rate"),
+    "--steps": dict(type=int, help="default: 500; to tune, the meta-trained horizon"),
+    "--seeds": dict(type=int, help="nets of each (default: %(default)s)"),
+    "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
     "--rates-only": dict(action="store_true", help="only the rates; the rest as tuned before"),
     "--who": dict(nargs="+", help="adamw, muadam, shipped names, folders of runs"),
     "--out": dict(type=Path, help="results' folder (default: results or results_paper)"),
     "--processes": dict(type=int, help="at a time (default: all cores, 1 on a GPU)"),
     "--device": dict(default="cpu", help="cpu or cuda"),
 }
-TUNE = "kind --scale --width --depth --steps --seeds --schedule --rates-only --device"
-CLAIM = "--scale --who --out --processes --device"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -523,20 +512,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name: str, run: Callable, arguments: str, text: str, **defaults) -> None:
+    def add(name: str, run: Callable, text: str, arguments: str, **defaults) -> None:
         command = commands.add_parser(name, help=text)
         for argument in arguments.split():
             command.add_argument(argument, **ARGUMENTS[argument])
         command.set_defaults(run=run, **defaults)
 
-    add("tune", _tune, TUNE, "AdamW and μAdam over the paper's grids", seeds=3)
-    add("validate", _validate, "files --device", "final losses on the validation tasks")
-    add("choose", _choose, "name folders --device", "the best of several runs into weights/")
+    tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --device"
     task = "tasks --steps --seeds --schedule --who --out --processes --device"
-    add("task", _task, task, "any optimizers on any tasks", steps=500, seeds=5)
+    claim = "--scale --who --out --processes --device"
+    add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
+    add("validate", _validate, "final losses on the validation tasks", "files --device")
+    add("choose", _choose, "the best of several runs into weights/", "name folders --device")
+    add("task", _task, "any optimizers on any tasks", task, steps=500, seeds=5)
     for name, experiment in claims.EXPERIMENTS.items():
-        add(name, _claims, CLAIM, experiment.__doc__.split("\n")[0].rstrip("."))
-    add("all", _claims, CLAIM, "all of these, and RESULTS.md")
+        add(name, _claims, experiment.__doc__.split("\n")[0].rstrip("."), claim)
+    add("all", _claims, "all of these, and RESULTS.md", claim)
     return parser
 
 

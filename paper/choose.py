@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -61,40 +62,34 @@ def compare(
 def closing_report(run: metatrain.Run, device: str) -> str:
     """Compare the result of a run with tuned baselines: a picture in its folder, and sentences."""
     r, lo = run.trainer.r, mulo.load(run.out / "lo.pt").to(device)
-    widths, baselines = (max(r.widths), 8 * max(r.widths)), baselines_for(r, device)
-    lines = [
-        f"meta-loss {metatrain.mean_loss(run.rows[:20]):.3f} -> "
-        f"{metatrain.mean_loss(run.rows[-20:]):.3f} in {run.seconds / 60:.1f} minutes."
-    ]
-    fig, axes = report.figure(3)
+    widest, baselines = max(r.widths), baselines_for(r, device)
+    first, last = metatrain.mean_loss(run.rows[:20]), metatrain.mean_loss(run.rows[-20:])
+    lines = [f"meta-loss {first:.3f} -> {last:.3f} in {run.seconds / 60:.1f} minutes."]
+    fig, (ax, *axes) = report.figure(3)
     meta = torch.tensor([row["meta_loss"] for row in run.rows])
-    axes[0].plot(meta, color="0.7")
-    axes[0].plot(smooth(meta), "k")
-    axes[0].set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
-    for ax, width, seeds in zip(axes[1:], widths, (3, 1), strict=True):
+    ax.plot(meta, color="0.7")
+    ax.plot(*smooth(meta), "k")
+    ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
+    for ax, width, seeds in zip(axes, (widest, 8 * widest), (3, 1), strict=True):
         curves = compare(lo, r, baselines, width, list(range(9001, 9001 + seeds)), device)
         final = {name: float(final_loss(losses).mean()) for name, losses in curves.items()}
         for name, losses in curves.items():
-            ax.plot(smooth(losses.mean(1)), label=name)
+            ax.plot(*smooth(losses.mean(1)), label=name)
         ax.set(xlabel="step", ylabel="training loss", title=f"{r.kind}, width {width}")
         ax.set_ylim(0.8 * min(final.values()), 1.1 * float(curves[r.name][0].mean()))
         ax.legend()
-        nets = "one net" if seeds == 1 else f"{seeds} nets"
-        others = ", ".join(f"{name} {x:.3f}" for name, x in final.items() if name != r.name)
-        lines.append(
-            f"Final loss at width {width}, {nets}: {r.name} {final[r.name]:.3f}; {others}."
-        )
+        nets, mine = "one net" if seeds == 1 else f"{seeds} nets", final.pop(r.name)
+        others = ", ".join(f"{name} {x:.3f}" for name, x in final.items())
+        lines.append(f"Final loss at width {width}, {nets}: {r.name} {mine:.3f}; {others}.")
     report.save(fig, run.out / "picture.png")
     lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
     return "\n".join(lines)
 
 
-def smooth(x: Tensor, window: int = 20) -> Tensor:
-    """Mean over the last `window` steps at each step."""
-    total = torch.cat([x.new_zeros(1), x.cumsum(0)])
-    k = torch.arange(1, len(x) + 1)
-    low = (k - window).clamp_min(0)
-    return (total[k] - total[low]) / (k - low)
+def smooth(x: Tensor, window: int = 20) -> tuple[range, Tensor]:
+    """Steps, and the mean over the window of steps that ends at each."""
+    window = min(window, len(x))
+    return range(window - 1, len(x)), x.unfold(0, window, 1).mean(-1)
 
 
 def validate(
@@ -121,10 +116,6 @@ def validate(
     return scores
 
 
-def mean_score(scores: dict[str, float]) -> float:
-    return sum(scores.values()) / len(scores)
-
-
 def choose(name: str, folders: list[Path], device: str = "cpu") -> Path:
     """Put the best of several meta-training runs into weights/, with the record of all of them."""
     tried = []
@@ -138,14 +129,15 @@ def choose(name: str, folders: list[Path], device: str = "cpu") -> Path:
         cache, digest = folder / "validation.json", checkpoints.digest(lo)
         known = json.loads(cache.read_text()) if cache.exists() else {}
         scores = validate(lo, r, device, known.get(digest))
+        mean = fmean(scores.values())
         write_atomically(cache, json.dumps({digest: scores}, indent=1))
         tried.append({
-            "seed": r["seed"], "validation": mean_score(scores), "scores": scores,
+            "seed": r["seed"], "validation": mean, "scores": scores,
             "meta_loss": about["meta_loss"], "minutes": about["minutes"],
             "commit": about["commit"], "sha256_of_run": sha256(folder / "lo.pt"),
             "command": about["command"],
         })  # fmt: skip
-        print(f"{folder}: validation {mean_score(scores):.4f}, meta-loss {about['meta_loss']:.4f}")
+        print(f"{folder}: validation {mean:.4f}, meta-loss {about['meta_loss']:.4f}")
     best = min(range(len(tried)), key=lambda k: tried[k]["validation"])
     source, target = folders[best] / "lo.pt", checkpoints.SHIPPED / f"{name}.pt"
     about = checkpoints.about(source) | {"chosen_among": json.dumps(tried)}

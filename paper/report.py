@@ -13,8 +13,8 @@ import csv
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -29,13 +29,12 @@ LABELS = {
 }  # fmt: skip
 
 
-class Finding(NamedTuple):
-    """What an experiment found."""
+class Finding:
+    """What an experiment finds: a table, a figure, sentences, and which claims hold."""
 
-    said: str  # in a sentence
-    checks: dict[str, bool]  # which of the claims it tests hold
-    table: list[list]  # head and rows
-    figure: Figure
+    def __init__(self, panels: int, head: Iterable[str]):
+        self.rows, self.said, self.checks = [list(head)], [], {}
+        self.figure, self.axes = figure(panels)
 
 
 def label(name: str) -> str:
@@ -59,34 +58,26 @@ def colour(name: str, other: str = "0.4") -> str:
     return f"C{list(LABELS).index(name)}" if name in LABELS else other
 
 
-def draw_final(
-    ax, sizes: list[int], final: dict[str, list[Tensor]], title: str, top: float | None = None,
-    xlabel: str = "width",
-) -> None:  # fmt: skip
-    """Draw final losses with error bars, and a cross at the top where a net diverged."""
-    for k, (name, losses) in enumerate(final.items()):
-        x, c = sizes[: len(losses)], colour(name, f"C{k}")
-        means, errors = zip(*map(mean_stderr, losses), strict=True)
-        ax.errorbar(x, means, errors, marker="o", ms=4, capsize=2, label=label(name), color=c)
-        diverged = [a for a, m in zip(x, means, strict=True) if math.isnan(m)]
+def draw_final(ax, losses: dict[str, dict[int, Tensor]], xlabel: str = "width", **settings) -> None:
+    """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
+    for k, (name, by_size) in enumerate(losses.items()):
+        sizes, c = list(by_size), colour(name, f"C{k}")
+        means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
+        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, label=label(name), color=c)
+        diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
         height = [0.98 - 0.03 * len(ax.lines) % 0.2] * len(diverged)
         ax.plot(diverged, height, "x", color=c, transform=ax.get_xaxis_transform())
     if xlabel == "width":
         width_axis(ax, sizes)
-    ax.set(xlabel=xlabel, ylabel="final loss", title=title)
-    ax.set_ylim(top=top)
+    ax.set(xlabel=xlabel, ylabel="final loss", **settings)
 
 
-def draw_curves(
-    ax, curves: dict[str, Tensor], until: float, title: str, top: float | None = None,
-    xlabel: str = "step",
-) -> None:  # fmt: skip
+def draw_curves(ax, curves: dict[str, Tensor], until: float, **settings) -> None:
     """Draw mean training curves over seeds; the last point is at `until`."""
     for name, losses in curves.items():
         times = torch.arange(1, len(losses) + 1) * until / len(losses)
         ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
-    ax.set(xlabel=xlabel, ylabel="loss", title=title)
-    ax.set_ylim(top=top)
+    ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
 
 
 def width_axis(ax, widths: list[int]) -> None:
@@ -97,20 +88,19 @@ def width_axis(ax, widths: list[int]) -> None:
     ax.set_xlabel("width")
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
+def read_table(path: Path) -> list[list[str]]:
     with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+        return list(csv.reader(file))
 
 
 def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
     """Draw README's picture from width.csv and coord.csv, if both are there."""
     if not all((folder / f"{name}.csv").exists() for name in ("width", "coord")):
         return
-    fig, (wide, check) = figure(2)
+    (fig, (wide, check)), rows = figure(2), read_table(folder / "width.csv")
     for name in ("mulo_m", "lo_m", "adamw", "muadam"):
-        rows = read_table(folder / "width.csv")
-        here = [r for r in rows if (r["kind"], r["optimizer"]) == (kind, name)]
-        widths, *values = ([float(r[k]) for r in here] for k in ("width", "loss", "stderr"))
+        here = [row for row in rows if row[:2] == [kind, name]]
+        widths, *values = ([float(row[k]) for row in here] for k in (2, 3, 4))  # loss, stderr
         style = "-" if name.endswith("_m") else "--"
         wide.errorbar(widths, *values, capsize=2, label=label(name), color=colour(name), ls=style)
     wide.axvspan(wide.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
@@ -120,16 +110,15 @@ def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
     wide.minorticks_off()
     wide.set_title(f"{kind}: wider than meta-trained")
     wide.legend(fontsize=8)
-    rows = read_table(folder / "coord.csv")
-    names = list(dict.fromkeys(r["optimizer"] for r in rows))
+    rows = read_table(folder / "coord.csv")[1:]
+    names = list(dict.fromkeys(row[0] for row in rows))
     for x, name in enumerate(names):
-        slopes = [min(float(r["mean |slope|"]), 2.0) for r in rows if r["optimizer"] == name]
+        slopes = [min(float(row[2]), 2.0) for row in rows if row[0] == name]
         places = [x + 0.8 * (k + 0.5) / len(slopes) - 0.4 for k in range(len(slopes))]
         check.bar(places, slopes, 0.7 / len(slopes), color=colour(name))
     check.axhline(0.1, color="k", lw=0.8, ls=":")
     check.set_xticks(range(len(names)), [label(n) for n in names], fontsize=8)
-    check.set_ylabel("|slope| of log drift over log width")
-    check.set_title("Coordinate check, a bar a layer")
+    check.set(ylabel="|slope| of log drift over log width", title="Coordinate check, a bar a layer")
     save(fig, folder / "picture.png")
 
 
@@ -193,16 +182,16 @@ optimizers named by `--who`, else the shipped ones, on tasks of the paper's size
 def keep(found: Finding, name: str, folder: Path) -> None:
     """Write an experiment's table, its figure and what it found."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(folder / f"{name}.csv", found.table)
+    write_table(folder / f"{name}.csv", found.rows)
     save(found.figure, folder / f"{name}.png")
-    text = json.dumps({"said": found.said, "checks": found.checks}, indent=1, ensure_ascii=False)
-    write_atomically(folder / f"{name}.json", text + "\n")
+    content = {"said": "\n".join(found.said), "checks": found.checks}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(folder / f"{name}.json", text)
 
 
 def markdown(path: Path) -> list[str]:
     """The lines of a .csv as a Markdown table."""
-    with open(path, newline="") as file:
-        head, *rows = csv.reader(file)
+    head, *rows = read_table(path)
     rows = [head, ["---"] * len(head), *([label(x) for x in row] for row in rows)]
     return ["| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in rows]
 
