@@ -1,4 +1,4 @@
-"""Meta-testing: baselines tuned, learned optimizers validated and compared.
+"""Meta-testing: train nets with learned optimizers and tuned baselines, and keep their losses.
 
     python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
     python evaluate.py validate runs/*/lo.pt             # on tasks kept for choosing among seeds
@@ -7,174 +7,542 @@
     python evaluate.py width                             # one of the paper's claims; see --help
     python evaluate.py all                               # all of them, and RESULTS.md
 
-Nets of all seeds and configurations are trained side by side (`training.py`).
+    job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
+    losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
+
+A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
+training loss averaged over 50 equal windows, nan after divergence. The claims are in `paper/`,
+which builds on this file; only the commands, at the end, import it.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import math
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 
 import torch
+from torch import Tensor
+from torch.func import functional_call
 from tqdm import tqdm
 
-import baselines
 import checkpoints
 import metatrain
 import mulo
-import report
-import ship
+import roles
 import tasks
 import training
-from ablate import ablate
-from cells import Cells, Job, contender
-from experiments import EXPERIMENTS, SUITES
+from checkpoints import write_atomically
 
-EXPERIMENTS = EXPERIMENTS | {"ablate": ablate}
+try:
+    import fcntl
+except ImportError:  # Windows: no lock, so run one evaluation at a time
+    fcntl = None
+
+POINTS = 50  # windows in which the losses of a run are averaged
+DATA_SEED = 10_000  # batches have seeds of their own: nets of all widths see the same ones
 SCHEDULES = ("constant", "cosine")
-OF_SCHEDULE = "of the rate (default: constant)"
-OF_SCALE = "a laptop's or the paper's (default: desk)"
+Activations = dict[str, list[tuple[float, float]]]  # layer: (change, size) at each probed step
 
 
-def task(args: argparse.Namespace) -> str:
-    """Final losses of any optimizers on any tasks: one row a task, one column an optimizer."""
-    cells, who = Cells(args.out, args.device, args.processes), [contender(x) for x in args.who]
-    seeds = tuple(range(args.seeds))
-    jobs = {name: [Job(c, name, args.steps, args.schedule, seeds) for c in who]
-            for name in args.tasks}  # fmt: skip
-    cells.fill([job for some in jobs.values() for job in some])
-    lines = [f"{'':26}" + "".join(f"{c.name:>24}" for c in who)]
-    for name, some in jobs.items():
-        row = f"{name:26}"
-        for job in some:
-            mean, error = report.summary(training.end(cells.losses(job)))
-            row += f"{f'{mean:.3f} ± {error:.3f}' if error == error else f'{mean:.3f}':>24}"
-        lines.append(row)
-    return "\n".join(lines)
+def mean_stderr(x: Tensor) -> tuple[float, float]:
+    """Mean and standard error over seeds."""
+    return float(x.mean()), float(x.std() / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
 
-def tune(args: argparse.Namespace) -> None:
+def write_table(path: Path, rows: list[list]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_atomically(path, text.getvalue())
+
+
+# ---------------------------------------------------------------- tuned baselines (appendix B)
+
+TUNED = Path(__file__).parent / "results" / "tuned"
+BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam with the rules of μP
+GRIDS = {  # the paper's tables: 504 and 512 configurations
+    "adamw": {
+        "lr": torch.logspace(-1, -5, 14).tolist(), "b1": [0.9, 0.95, 0.99],
+        "b2": [0.95, 0.99, 0.999], "weight_decay": [0.1, 0.01, 0.001, 0.0001],
+    },
+    "muadam": {
+        "lr": torch.logspace(-6, 0, 32).tolist(), "b1": [0.85, 0.9, 0.95, 0.99],
+        "b2": [0.9, 0.95, 0.99, 0.999], "weight_decay": [0.0],
+    },
+}  # fmt: skip
+FIELDS = ("lr", "b1", "b2", "weight_decay")
+USUAL = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
+PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
+    ("adamw", "lm"): (7.02e-4, 0.9, 0.99, 0.001),
+    ("adamw", "vit"): (1.70e-4, 0.9, 0.999, 0.01),
+    ("adamw", "in32_mlp"): (7.02e-4, 0.9, 0.999, 0.01),
+    ("adamw", "in64_mlp"): (7.02e-4, 0.9, 0.99, 0.001),
+    ("adamw", "c10_mlp"): (2.89e-3, 0.9, 0.95, 0.0001),
+    ("muadam", "lm"): (0.1077, 0.85, 0.999, 0.0),
+    ("muadam", "vit"): (0.044173, 0.85, 0.999, 0.0),
+    ("muadam", "in32_mlp"): (0.044173, 0.85, 0.999, 0.0),
+    ("muadam", "in64_mlp"): (0.028289, 0.85, 0.99, 0.0),
+    ("muadam", "c10_mlp"): (0.1473, 0.9, 0.95, 0.0),
+}
+CHUNK = 64  # nets that are tuned side by side
+
+
+def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
+    """The factor on the learning rate at step t; "cosine" decays from 1 to 0.1 over the run."""
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
+    if name == "constant":
+        return None
+    return lambda t: 0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * t / steps)))
+
+
+def adam(values: list[dict]) -> Callable[[tasks.Task], training.Adam]:
+    """A baseline for `training.train`, with the hyperparameters of each net."""
+    columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
+    return lambda task: training.Adam(task, **columns)
+
+
+def grid(which: str, fixed: dict | None = None) -> list[dict]:
+    """All configurations of the paper's grid, or its learning rates with the rest fixed."""
+    if fixed:
+        return [{**fixed, "lr": lr} for lr in GRIDS[which]["lr"]]
+    return [dict(zip(FIELDS, v, strict=True)) for v in itertools.product(*GRIDS[which].values())]
+
+
+def tune(
+    which: str,
+    task: tasks.Task,
+    steps: int,
+    seeds: list[int],
+    schedule: str = "constant",
+    fixed: dict | None = None,  # all but the learning rate, to tune only that
+    device: str = "cpu",
+) -> list[dict]:
+    """Every configuration with its final loss (mean over the seeds), best first."""
+    task, configs, found = training.with_rules(task, which == "muadam"), grid(which, fixed), []
+    size = max(1, CHUNK // len(seeds))
+    for start in tqdm(range(0, len(configs), size), f"{BASELINES[which]} on {task.name}"):
+        some = configs[start : start + size]
+        losses = training.train(
+            task, adam([values for values in some for _ in seeds]), steps, seeds, copies=len(some),
+            schedule=schedule_of(schedule, steps), device=device,
+        )  # fmt: skip
+        scores = training.final_loss(losses).view(len(some), len(seeds)).mean(1)
+        found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
+    return sorted(found, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
+
+
+def remember(which: str, kind: str, steps: int, schedule: str, entry: dict) -> Path:
+    """Keep what tuning found in results/tuned/<kind>.json."""
+    path = TUNED / f"{kind}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[f"{which}, {steps} steps, {schedule}"] = entry
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    return path
+
+
+def best(which: str, kind: str, steps: int, schedule: str = "constant") -> dict | None:
+    """The tuned values for tasks of this kind: found by `tune`, else the paper's, else None."""
+    path, key = TUNED / f"{kind}.json", f"{which}, {steps} steps, {schedule}"
+    if path.exists() and key in (known := json.loads(path.read_text())):
+        return known[key]
+    if schedule == "constant" and (which, kind) in PAPER:
+        return dict(zip(FIELDS, PAPER[which, kind], strict=True))
+    return None
+
+
+def tuned(which: str, kind: str, steps: int, schedule: str) -> dict:
+    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for a schedule."""
+    horizons = [metatrain.recipe("mulo_m", scale).unroll for scale in metatrain.SCALES]
+    for length in horizons if schedule == "constant" else [steps]:
+        if values := best(which, kind, length, schedule):
+            return {k: values[k] for k in FIELDS}
+    flags = " --scale paper" if (which, kind) in PAPER else ""
+    if schedule != "constant":
+        flags += f" --steps {steps} --schedule {schedule} --rates-only"
+    raise ValueError(f"{which} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}.")
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """An optimizer under test, with its parametrization."""
+
+    name: str
+    rules: tuple[str, ...]  # of μP; () is SP
+    lo: mulo.LO | None = None  # None: the baseline of that name
+    recipe: str | None = None  # name of the recipe that meta-trained it
+
+
+def contender(name: str) -> Contender:
+    """By name: adamw, muadam, a shipped optimizer, or the folder of a meta-training run."""
+    if name in BASELINES:
+        return Contender(name, roles.ALL if name == "muadam" else ())
+    folder = Path(name)
+    path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
+    recipe = checkpoints.about(path).get("recipe")
+    recipe = recipe or {"mup": False, "name": None}  # others' weights, such as VeLO-4000: in SP
+    label = folder.parent.name if folder.name == "lo.pt" else folder.name
+    return Contender(label, roles.ALL if recipe["mup"] else (), mulo.load(path), recipe["name"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Nets to train side by side: one optimizer, one task, some seeds.
+
+    With `probe_at`, the result is the activations at these steps in place of the losses.
+    """
+
+    who: Contender
+    task: str
+    steps: int
+    schedule: str = "constant"
+    seeds: tuple[int, ...] = (0,)
+    probe_at: tuple[int, ...] = ()
+    values: dict | None = dataclasses.field(default=None, compare=False)  # a baseline's
+
+    def __post_init__(self):
+        if self.steps < 1 or not self.seeds:
+            raise ValueError("steps and seeds must be 1 or more.")
+        self.get_task()  # raises an error if there is none of that name
+        if self.who.lo is None and self.values is None:  # read once: tuning may change the file
+            kind = self.task[: self.task.rindex("_w")]
+            values = tuned(self.who.name, kind, self.steps, self.schedule)
+            object.__setattr__(self, "values", values)
+
+    def get_task(self) -> tasks.Task:
+        return tasks.get(self.task, rules=self.who.rules)
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """Keys of the results: one for each seed, or one in all for activations.
+
+        A digest of the weights or tuned values, rules and batch size tells namesakes apart.
+        """
+        what = list(self.values.values()) if self.values else checkpoints.digest(self.who.lo)
+        what = f"{what} {self.who.rules} {self.get_task().batch_size}"
+        digest = hashlib.sha256(what.encode()).hexdigest()[:8]
+        head = (self.who.name, digest, self.task, str(self.steps), self.schedule)
+        if self.probe_at:
+            return [(*head, " ".join(map(str, self.seeds)), " ".join(map(str, self.probe_at)))]
+        return [(*head, str(seed)) for seed in self.seeds]
+
+    def __str__(self) -> str:
+        return f"{self.who.name} on {self.task}"
+
+    def cost(self) -> int:
+        """Rough cost in arbitrary units, to start the longest jobs first."""
+        task = self.get_task()
+        return self.steps * len(self.seeds) * (task.depth * task.width**2 + 20_000)
+
+    def run(self, device: str = "cpu") -> list:
+        """Train, and return the result for each of `keys`."""
+        task = self.get_task()
+        look, found = probe(task, self.probe_at, device) if self.probe_at else (None, None)
+        losses = training.train(
+            task,
+            self.who.lo or adam([self.values] * len(self.seeds)),
+            max(self.probe_at) + 1 if look else self.steps,
+            list(self.seeds),
+            schedule=schedule_of(self.schedule, self.steps),
+            device=device,
+            look=look,
+            num_steps=self.steps,
+            data_seeds=[DATA_SEED + seed for seed in self.seeds],
+        )
+        if look:
+            return [found]
+        windows = losses.tensor_split(min(POINTS, len(losses)))
+        curves = torch.stack([window.mean(0) for window in windows], 1)  # (seeds, POINTS)
+        return [" ".join(f"{x:.4f}" for x in curve) for curve in curves.tolist()]
+
+
+def probe(task: tasks.Task, steps: tuple[int, ...], device: str) -> tuple[Callable, Activations]:
+    """A callback for `training.train`, and what it finds: pre-activations y of 64 inputs at some
+    steps, as the standard deviation of their change so far, and mean |y|."""
+    x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
+    first, found = {}, {}
+
+    def look(t: int, theta: training.Theta) -> None:
+        if t and t not in steps:
+            return
+        for name, y in pre_activations(task, theta, x).items():
+            change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
+            if t:
+                pair = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
+                found.setdefault(name, []).append(pair)
+
+    return look, found
+
+
+def pre_activations(task: tasks.Task, theta: training.Theta, x: Tensor) -> dict[str, Tensor]:
+    """The output of every layer for inputs x, (P, b, ...) each; the last are the logits."""
+    model, found = task.skeleton(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, roles.LAYERS):
+            module.register_forward_hook(lambda m, args, y, name=name: found.__setitem__(name, y))
+    P = len(next(iter(theta.values())))
+    functional_call(model, theta, (x.expand(P, *x.shape),))
+    return found
+
+
+# ---------------------------------------------------------------- kept results
+
+
+def _prepare_process() -> None:
+    torch.set_num_threads(1)
+    training.keep_freed_memory()
+
+
+class Results:
+    """Finished jobs, in a folder: losses.csv, and watch.json for activations. Each job is saved as
+    it ends, so an interrupted evaluation goes on from there."""
+
+    KEY = ("optimizer", "digest", "task", "steps", "schedule", "seed")
+
+    def __init__(self, folder: Path, device: str = "cpu", processes: int = 1):
+        self.folder, self.device, self.processes = folder, device, processes
+        self.curves: dict[tuple[str, ...], str] = {}
+        self.probed: dict[tuple[str, ...], Activations] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Add what the files have."""
+        if (self.folder / "losses.csv").exists():
+            with open(self.folder / "losses.csv", newline="") as file:
+                for row in csv.DictReader(file):
+                    self.curves[tuple(row[k] for k in self.KEY)] = row["losses"]
+        if (self.folder / "watch.json").exists():
+            known = json.loads((self.folder / "watch.json").read_text())
+            self.probed |= {tuple(k.split(", ")): v for k, v in known.items()}
+
+    def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
+        """Train what is missing, each net once."""
+        missing = {}
+        for job in jobs:
+            left = [key not in self._kept(job) for key in job.keys()]
+            if any(left) and not job.probe_at:
+                job = dataclasses.replace(job, seeds=tuple(itertools.compress(job.seeds, left)))
+            if any(left):
+                missing[tuple(job.keys())] = job
+        for job, found in self.execute(list(missing.values()), desc):
+            self._kept(job).update(zip(job.keys(), found, strict=True))
+            self.save()
+
+    def _kept(self, job: Job) -> dict:
+        return self.probed if job.probe_at else self.curves
+
+    def losses(self, job: Job) -> Tensor:
+        """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing."""
+        self.run([job])
+        return torch.tensor([[float(x) for x in self.curves[key].split()] for key in job.keys()]).T
+
+    def activations(self, job: Job) -> Activations:
+        """Change and size of each layer's pre-activations at the probed steps."""
+        self.run([job])
+        return self.probed[job.keys()[0]]
+
+    def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
+        """Run jobs, which have a `cost` and `run`, longest first; yield each with its result."""
+        jobs = sorted(jobs, key=lambda job: job.cost(), reverse=True)
+        if min(self.processes, len(jobs)) > 1:
+            done = self._in_processes(jobs)
+        else:
+            done = ((job, job.run(self.device)) for job in jobs)
+        yield from tqdm(done, desc, len(jobs), disable=not jobs)
+
+    def _in_processes(self, jobs: list) -> Iterator[tuple]:
+        with ProcessPoolExecutor(
+            self.processes, mp_context=get_context("spawn"), initializer=_prepare_process
+        ) as pool:
+            started = {pool.submit(job.run, self.device): job for job in jobs}
+            failed = []
+            try:
+                for future in as_completed(started):
+                    if future.exception():  # the other jobs go on
+                        failed.append(f"{started[future]}: {future.exception()}")
+                    else:
+                        yield started[future], future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(jobs)} jobs failed: " + "; ".join(failed))
+
+    def save(self) -> None:
+        """Write all results, including those that another process has added."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / ".lock", "w") as lock:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            self.read()
+            if self.curves:
+                rows = [[*key, losses] for key, losses in sorted(self.curves.items())]
+                write_table(self.folder / "losses.csv", [[*self.KEY, "losses"], *rows])
+            if self.probed:
+                found = {", ".join(k): v for k, v in sorted(self.probed.items())}
+                write_atomically(self.folder / "watch.json", json.dumps(found))
+
+
+# ---------------------------------------------------------------- command line
+# `paper` imports this file, so it is imported inside the commands that need it.
+
+
+def _tune(args: argparse.Namespace) -> None:
     r = metatrain.recipe("mulo_m", args.scale)
     steps = args.steps or r.unroll
     task = tasks.get(f"{args.kind}_w{args.width or max(r.widths)}_d{args.depth}")
-    for which in baselines.NAMES:
+    for which, label in BASELINES.items():
         fixed = None
         if args.rates_only:  # the rest as found by the full grid, at the meta-trained horizon
-            known = baselines.best(which, args.kind, r.unroll)
+            known = best(which, args.kind, r.unroll)
             if known is None:
                 raise ValueError(f"first run python evaluate.py tune {args.kind}, the full grid.")
-            fixed = {k: known[k] for k in baselines.USUAL}
-        found = baselines.tune(
-            which, task, steps, list(range(args.seeds)), args.schedule, fixed, args.device,
-            show=tqdm,
-        )  # fmt: skip
+            fixed = {k: known[k] for k in USUAL}
+        seeds = list(range(args.seeds))
+        found = tune(which, task, steps, seeds, args.schedule, fixed, args.device)
         entry = found[0] | {
             "width": task.width, "depth": task.depth, "seeds": args.seeds,
             "configurations": len(found), "command": "python " + " ".join(sys.argv),
         }  # fmt: skip
-        path = baselines.remember(which, args.kind, steps, args.schedule, entry)
-        print(f"{baselines.NAMES[which]}: {found[0]} of {len(found)}, kept in {path}")
+        path = remember(which, args.kind, steps, args.schedule, entry)
+        print(f"{label}: {found[0]} of {len(found)}, kept in {path}")
 
 
-def _of_a_run(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--who", nargs="+", help="adamw, muadam, shipped names, folders of runs")
-    p.add_argument("--out", type=Path, help="results' folder (default: results or results_paper)")
-    p.add_argument("--device", default="cpu", help="cpu or cuda")
-    p.add_argument("--processes", type=int, help="at a time (default: all cores, 1 on a GPU)")
+def _task(args: argparse.Namespace) -> None:
+    """Print final losses: a row for each task, a column for each optimizer."""
+    if not args.who:
+        raise ValueError("say which optimizers to compare: --who mulo_m adamw")
+    results, who = Results(args.out, args.device, args.processes), [contender(x) for x in args.who]
+    seeds = tuple(range(args.seeds))
+    jobs = [[Job(c, name, args.steps, args.schedule, seeds) for c in who] for name in args.tasks]
+    results.run(itertools.chain(*jobs))
+    print(f"{'':26}" + "".join(f"{c.name:>24}" for c in who))
+    for row in jobs:
+        found = [mean_stderr(training.final_loss(results.losses(job))) for job in row]
+        cells = [f"{x:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for x, e in found]
+        print(f"{row[0].task:26}" + "".join(f"{cell:>24}" for cell in cells))
+    print(f"(kept in {args.out / 'losses.csv'})")
 
 
-def run(name: str, args: argparse.Namespace) -> str:
-    """One of the paper's claims: its sentence; table, figure and RESULTS.md are written."""
-    suite = SUITES[args.scale]
+def _validate(args: argparse.Namespace) -> None:
+    from paper import choose
+
+    for file in args.files:
+        lo, recipe = mulo.load(file), checkpoints.about(file).get("recipe")
+        scores = choose.validate(lo, recipe, args.device)
+        print(f"{file}: {fmean(scores.values()):.4f}  {scores}")
+
+
+def _choose(args: argparse.Namespace) -> None:
+    from paper import choose
+
+    print(f"chosen: {choose.choose(args.name, args.folders, args.device)}")
+
+
+def _claims(args: argparse.Namespace) -> None:
+    """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
+    from paper import claims, report
+
+    suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
-    args.out.mkdir(parents=True, exist_ok=True)
-    found = EXPERIMENTS[name](suite, Cells(args.out, args.device, args.processes), args.out)
-    report.keep(found, name, args.out)
-    if all((args.out / f"{x}.csv").exists() for x in ("width", "coord")):
-        report.picture(args.out, suite.kinds[0], suite.widest)
-    at_home = args.out == Path("results")
-    report.write(args.out, Path("RESULTS.md") if at_home else args.out / "RESULTS.md", suite.scale)
-    return found.said
+    results = Results(args.out, args.device, args.processes)
+    page = Path("RESULTS.md") if args.out == Path("results") else args.out / "RESULTS.md"
+    for name in claims.EXPERIMENTS if args.command == "all" else [args.command]:
+        found = claims.EXPERIMENTS[name](suite, results)
+        report.keep(found, name, args.out)
+        report.draw_readme_picture(args.out, suite.kinds[0], suite.widest)
+        report.write(args.out, page, suite.scale)
+        print("\n".join(found.said))
 
 
 def _complete(args: argparse.Namespace) -> None:
-    """Defaults that depend on other flags, and flags that cannot be."""
+    """Check numbers, and fill in the defaults that depend on other flags."""
     counts = [getattr(args, k, None) for k in ("seeds", "steps", "width", "processes")]
     if any(n is not None and n < 1 for n in counts):
         raise ValueError("--seeds, --steps, --width and --processes must be 1 or more.")
-    if "device" in args:
-        metatrain.check_device(args.device)
+    metatrain.check_device(args.device)
     if "processes" in args:
         args.processes = args.processes or (os.cpu_count() if args.device == "cpu" else 1)
         scale = getattr(args, "scale", "desk")
         args.out = args.out or Path("results" if scale == "desk" else f"results_{scale}")
 
 
-def main() -> None:
+ARGUMENTS = {
+    "kind": dict(help="of task, such as fashion8_mlp"),
+    "files": dict(type=Path, nargs="+", help="lo.pt of runs"),
+    "name": dict(choices=metatrain.RECIPES),
+    "folders": dict(type=Path, nargs="+", help="of runs"),
+    "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py"),
+    "--scale": dict(choices=metatrain.SCALES, default="desk", help="default: desk, for a laptop"),
+    "--width": dict(type=int, help="default: the widest of meta-training"),
+    "--depth": dict(type=int, default=3, help="default: 3"),
+    "--steps": dict(type=int, help="default: 500; to tune, the meta-trained horizon"),
+    "--seeds": dict(type=int, help="nets of each (default: %(default)s)"),
+    "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
+    "--rates-only": dict(action="store_true", help="only the rates; the rest as tuned before"),
+    "--who": dict(nargs="+", help="adamw, muadam, shipped names, folders of runs"),
+    "--out": dict(type=Path, help="results' folder (default: results or results_paper)"),
+    "--processes": dict(type=int, help="at a time (default: all cores, 1 on a GPU)"),
+    "--device": dict(default="cpu", help="cpu or cuda"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    from paper import claims
+
     parser = argparse.ArgumentParser(
         description="Test learned optimizers against tuned baselines.",
         epilog="example: python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw",
     )
-    sub = parser.add_subparsers(dest="what", required=True)
-    p = sub.add_parser("tune", help="AdamW and μAdam over the paper's grids")
-    p.add_argument("kind", help="of task, such as fashion8_mlp")
-    p.add_argument("--scale", choices=metatrain.SCALES, default="desk", help=OF_SCALE)
-    p.add_argument("--width", type=int, help="default: the widest of meta-training")
-    p.add_argument("--depth", type=int, default=3, help="default: 3")
-    p.add_argument("--steps", type=int, help="default: the meta-trained horizon")
-    p.add_argument("--seeds", type=int, default=3, help="nets per configuration")
-    p.add_argument("--schedule", choices=SCHEDULES, default="constant", help=OF_SCHEDULE)
-    p.add_argument(
-        "--rates-only", action="store_true", help="only the rates; the rest as tuned before"
-    )
-    p.add_argument("--device", default="cpu", help="cpu or cuda")
-    p = sub.add_parser("validate", help="final losses on the validation tasks")
-    p.add_argument("files", type=Path, nargs="+", help="lo.pt of runs")
-    p.add_argument("--device", default="cpu", help="cpu or cuda")
-    p = sub.add_parser("choose", help="the best of several runs into weights/")
-    p.add_argument("name", choices=metatrain.RECIPES)
-    p.add_argument("folders", type=Path, nargs="+", help="of runs")
-    p.add_argument("--device", default="cpu", help="cpu or cuda")
-    p = sub.add_parser("task", help="any optimizers on any tasks")
-    p.add_argument("tasks", nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py")
-    p.add_argument("--steps", type=int, default=500, help="default: 500")
-    p.add_argument("--seeds", type=int, default=5, help="nets of each (default: 5)")
-    p.add_argument("--schedule", choices=SCHEDULES, default="constant", help=OF_SCHEDULE)
-    _of_a_run(p)
-    about = {name: run.__doc__.split("\n")[0].rstrip(".") for name, run in EXPERIMENTS.items()}
-    for name, text in (about | {"all": "all of these, and RESULTS.md"}).items():
-        p = sub.add_parser(name, help=text)
-        p.add_argument("--scale", choices=SUITES, default="desk", help=OF_SCALE)
-        _of_a_run(p)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    training.keep_freed_memory()
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, run: Callable, text: str, arguments: str, **defaults) -> None:
+        command = commands.add_parser(name, help=text)
+        for argument in arguments.split():
+            command.add_argument(argument, **ARGUMENTS[argument])
+        command.set_defaults(run=run, **defaults)
+
+    tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --device"
+    task = "tasks --steps --seeds --schedule --who --out --processes --device"
+    claim = "--scale --who --out --processes --device"
+    add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
+    add("validate", _validate, "final losses on the validation tasks", "files --device")
+    add("choose", _choose, "the best of several runs into weights/", "name folders --device")
+    add("task", _task, "any optimizers on any tasks", task, steps=500, seeds=5)
+    for name, experiment in claims.EXPERIMENTS.items():
+        add(name, _claims, experiment.__doc__.split("\n")[0].rstrip("."), claim)
+    add("all", _claims, "all of these, and RESULTS.md", claim)
+    return parser
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    _prepare_process()
     try:
         _complete(args)
-        if args.what == "tune":
-            tune(args)
-        elif args.what == "task":
-            if not args.who:
-                raise ValueError("say which optimizers to compare: --who mulo_m adamw")
-            print(f"{task(args)}\n(kept in {args.out / 'losses.csv'})")
-        elif args.what in EXPERIMENTS or args.what == "all":
-            for name in EXPERIMENTS if args.what == "all" else [args.what]:
-                print(run(name, args))
-        elif args.what == "validate":
-            for file in args.files:
-                lo, recipe = mulo.load(file), checkpoints.about(file).get("recipe")
-                scores = ship.validate(lo, recipe, args.device)
-                print(f"{file}: {ship.score(scores):.4f}  {scores}")
-        else:
-            print(f"chosen: {ship.choose(args.name, args.folders, args.device)}")
+        args.run(args)
     except KeyboardInterrupt:
-        sys.exit("evaluate.py: stopped; what was finished is kept, the same command goes on.")
+        sys.exit("evaluate.py: stopped; finished nets are kept, the same command goes on.")
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"evaluate.py: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    import evaluate  # the module that `paper` imports, so that its classes exist once
+
+    evaluate.main()

@@ -414,9 +414,9 @@ def main() -> None:
         if run.trainer.rank == 0 and args.no_picture:
             print(f"The optimizer is {run.out / 'lo.pt'}.")
         elif run.trainer.rank == 0:
-            import ship  # which imports this file
+            from paper import choose  # which imports this file
 
-            print(ship.close(run, args.device))
+            print(choose.closing_report(run, args.device))
     except KeyboardInterrupt:
         if args.resume and run is None:
             sys.exit("stopped before it went on: nothing has changed, resume again.")

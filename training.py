@@ -245,7 +245,7 @@ def batches(
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
-def end(losses: Tensor, share: float = 1.0) -> Tensor:
+def final_loss(losses: Tensor, share: float = 1.0) -> Tensor:
     """The final loss of each net: its mean over the last tenth of the first `share` of a run."""
     losses = losses[: max(1, round(share * len(losses)))]
     return losses[-max(1, len(losses) // 10) :].mean(0)

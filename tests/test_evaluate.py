@@ -1,20 +1,238 @@
-"""Experiments and their command line."""
+"""Baselines and their tuning, jobs and kept results, the command line."""
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
-import baselines
+import pytest
+import torch
+
 import evaluate
-from cells import Cells
-from experiments import SMOKE
+import metatrain
+import mulo
+import roles
+import tasks
+import training
+from evaluate import Job, Results, contender
+from paper import choose, claims
 
 ROOT = Path(__file__).parents[1]
+NAME = "fashion8_mlp_w8_d3"
+VALUES = {"lr": 0.01, "b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
+
+
+def job(who, steps, seeds, schedule="constant", probe_at=()):
+    return Job(who, NAME, steps, schedule, tuple(seeds), probe_at)
+
+
+@pytest.fixture
+def lo_m(tmp_path):
+    """A contender from the folder of a meta-training run, with an untrained optimizer in it."""
+    r = metatrain.recipe("lo_m", seed=3)
+    (tmp_path / "lo_m_seed3").mkdir()
+    mulo.save(metatrain.new_lo(r), tmp_path / "lo_m_seed3" / "lo.pt", recipe=vars(r))
+    return contender(str(tmp_path / "lo_m_seed3"))
+
+
+# ---------------------------------------------------------------- baselines
+
+
+def test_grids_are_the_papers():
+    assert len(evaluate.grid("adamw")) == 504
+    assert len(evaluate.grid("muadam")) == 512
+    rates = {k: [f"{lr:.2e}" for lr in v["lr"]] for k, v in evaluate.GRIDS.items()}
+    for lr in ("1.00e-01", "4.92e-02", "1.19e-02", "7.02e-04", "1.00e-05"):
+        assert lr in rates["adamw"]
+    for lr in ("1.00e-06", "1.56e-06", "8.62e-05", "4.42e-02", "1.08e-01", "1.00e+00"):
+        assert lr in rates["muadam"]
+
+
+def test_tuning_sorts_by_final_loss_and_survives_divergence(monkeypatch):
+    monkeypatch.setattr(evaluate, "CHUNK", 10)
+    task = tasks.get("fashion8_mlp_w16_d3", batch_size=16)
+    found = evaluate.tune("adamw", task, 20, [0, 1], fixed=evaluate.USUAL)
+    losses = [c["loss"] for c in found]
+    assert len(found) == 14
+    assert losses == sorted(losses)
+    assert 1e-3 < found[0]["lr"] < 0.1
+    adam = evaluate.adam([found[0]] * 2)
+    again = training.train(training.with_rules(task, False), adam, 20, [0, 1])
+    assert float(training.final_loss(again).mean()) == pytest.approx(losses[0], rel=1e-4)
+    monkeypatch.setattr(training, "train", lambda *a, copies, **k: torch.tensor([[math.nan, 1, 2]]))
+    monkeypatch.setitem(evaluate.GRIDS, "adamw", {"lr": [0.1, 0.2, 0.3]})
+    found = evaluate.tune("adamw", task, 1, [0], fixed=evaluate.USUAL)
+    assert [c["lr"] for c in found] == [0.2, 0.3, 0.1]
+
+
+def test_tuned_values_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
+    assert evaluate.best("adamw", "fashion8_mlp", 500) is None
+    assert evaluate.best("muadam", "lm", 1000)["lr"] == 0.1077  # the paper's
+    evaluate.remember("muadam", "lm", 1000, "cosine", VALUES | {"loss": 1.0})
+    evaluate.remember("adamw", "lm", 1000, "cosine", VALUES | {"lr": 0.25})
+    assert evaluate.best("muadam", "lm", 1000, "cosine") == VALUES | {"loss": 1.0}
+    assert evaluate.best("adamw", "lm", 1000, "cosine")["lr"] == 0.25
+    assert evaluate.best("muadam", "lm", 1000)["lr"] == 0.1077
+    with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp --steps 10 --sch"):
+        job(contender("muadam"), 10, [0], "cosine")
+
+
+def test_shipped_values_are_of_the_full_grid():
+    for which, size in (("adamw", 504), ("muadam", 512)):
+        found = evaluate.best(which, "fashion8_mlp", 500)
+        assert (found["configurations"], found["width"]) == (size, 64)
+
+
+def test_schedules():
+    cosine = evaluate.schedule_of("cosine", 100)
+    for t, factor in ((0, 1), (50, 0.55), (100, 0.1)):
+        assert cosine(t) == pytest.approx(factor)
+    assert evaluate.schedule_of("constant", 100) is None
+    with pytest.raises(ValueError, match="use constant or cosine"):
+        evaluate.schedule_of("linear", 100)
+
+
+# ---------------------------------------------------------------- jobs and results
+
+
+def test_contenders(lo_m):
+    assert contender("muadam") == evaluate.Contender("muadam", roles.ALL)
+    assert contender("adamw").rules == ()
+    assert (contender("mulo_m").name, contender("mulo_m").rules) == ("mulo_m", roles.ALL)
+    assert (lo_m.name, lo_m.rules, lo_m.recipe) == ("lo_m_seed3", (), "lo_m")
+    with pytest.raises(FileNotFoundError, match="no learned optimizer 'sgd'"):
+        contender("sgd")
+
+
+def test_finished_jobs_are_not_run_again(tmp_path, monkeypatch, lo_m):
+    first = Results(tmp_path).losses(job(lo_m, 60, [0, 1]))
+    assert first.shape == (50, 2)
+    task, batches = tasks.get(NAME, rules=()), [evaluate.DATA_SEED, evaluate.DATA_SEED + 1]
+    expected = training.train(task, lo_m.lo, 60, [0, 1], data_seeds=batches)
+    torch.testing.assert_close(first[0], expected[:2].mean(0), rtol=0, atol=6e-5)
+    torch.testing.assert_close(first[-1], expected[-1:].mean(0), rtol=0, atol=6e-5)
+
+    trained, train = [], training.train
+    monkeypatch.setattr(
+        training, "train", lambda *a, **k: (trained.append(a[3]), train(*a, **k))[1]
+    )
+    again = Results(tmp_path)
+    assert torch.equal(again.losses(job(lo_m, 60, [1, 0])), first.flip(1))
+    assert trained == []
+    again.losses(job(lo_m, 60, [0, 1, 2]))
+    assert trained == [[2]]
+    again.losses(job(lo_m, 60, [0], "cosine"))
+    assert trained == [[2], [0]]
+
+
+def test_optimizers_of_one_name_are_told_apart(tmp_path, lo_m):
+    """A retrained one, or other rules, make another row."""
+    results = Results(tmp_path)
+    before = results.losses(job(lo_m, 5, [0]))
+    for w in lo_m.lo.parameters():
+        w.add_(0.1)
+    assert not torch.equal(results.losses(job(lo_m, 5, [0])), before)
+    results.losses(job(dataclasses.replace(lo_m, rules=("update",)), 5, [0]))
+    assert len(results.curves) == 3
+
+
+def test_processes_give_what_one_does(tmp_path, lo_m):
+    """Losses and activations, trained by two processes and by one."""
+    probe = job(lo_m, 4, [0, 1], probe_at=(1, 3))
+    jobs = [job(lo_m, 4, [0]), job(contender("muadam"), 4, [0, 1]), probe]
+    for folder, processes in (("one", 1), ("two", 2)):
+        Results(tmp_path / folder, processes=processes).run(jobs)
+    one, two = Results(tmp_path / "one"), Results(tmp_path / "two")
+    assert one.curves == two.curves
+    assert len(one.curves) == 3
+    assert one.probed == two.probed
+    assert list(one.activations(probe)) == ["layers.0", "layers.1", "head"]
+
+
+def test_two_evaluations_may_write_to_one_folder(tmp_path, lo_m):
+    one, two = Results(tmp_path), Results(tmp_path)
+    one.losses(job(lo_m, 4, [0]))
+    two.losses(job(lo_m, 4, [1]))
+    assert len(Results(tmp_path).curves) == 2
+
+
+def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
+    """A job keeps the values it was made with, and is kept under them."""
+    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
+    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
+    first = job(contender("adamw"), 4, [0])
+    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1.0})
+    second = job(contender("adamw"), 4, [0])
+    assert first.keys() != second.keys()
+    results = Results(tmp_path)
+    assert results.losses(first)[-1] < results.losses(second)[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A job that fails."""
+
+    def __str__(self):
+        return "broken"
+
+    def cost(self):
+        return 10**9
+
+    def run(self, device):
+        raise OSError("it broke")
+
+
+def test_a_failure_does_not_stop_the_others(tmp_path, lo_m):
+    good = job(lo_m, 4, [0])
+    done = Results(tmp_path, processes=2).execute([Broken(), good], "test")
+    assert next(done)[0] == good
+    with pytest.raises(RuntimeError, match="1 of 2 jobs failed: broken: it broke"):
+        list(done)
+
+
+def test_jobs_that_cannot_be(lo_m):
+    with pytest.raises(ValueError, match="unknown task"):
+        Job(lo_m, "foo", 4)
+    for steps, seeds in ((0, [0]), (4, [])):
+        with pytest.raises(ValueError, match="steps and seeds must be 1 or more"):
+            job(lo_m, steps, seeds)
+
+
+def test_divergence_is_a_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
+    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1e30})
+    diverges = job(contender("adamw"), 120, [0])
+    assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])
+    assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])  # read from the file
+
+
+def test_pre_activations_are_the_layers_outputs():
+    task, probe = tasks.get(NAME), torch.randn(5, 1, 8, 8)
+    theta = task.init(2, torch.Generator().manual_seed(0), zero_output=False)
+    found = evaluate.pre_activations(task, theta, probe)
+    assert list(found) == ["layers.0", "layers.1", "head"]
+    first = probe.flatten(1) @ theta["layers.0.weight"][1].T + theta["layers.0.bias"][1]
+    torch.testing.assert_close(found["layers.0"][1], first)
+    hidden = found["layers.1"][1].relu()
+    logits = (hidden @ theta["head.weight"][1].T + theta["head.bias"][1]) / 8
+    torch.testing.assert_close(found["head"][1], logits)
+
+
+def test_activations_do_not_change_where_nothing_moves(tmp_path):
+    lo = mulo.load("mulo_m", lam1=0.0)
+    who = dataclasses.replace(contender("mulo_m"), name="still", lo=lo)
+    found = Results(tmp_path).activations(job(who, 5, [0], probe_at=(1, 4)))
+    assert all(change == 0 for layer in found.values() for change, _ in layer)
+    assert all(norm > 0 for _, norm in found["layers.0"])
+
+
+# ---------------------------------------------------------------- command line
 
 
 def test_messages(tmp_path, complaint):
-    task = ["task", "fashion8_mlp_w8_d3"]
+    task = ["task", NAME]
     for flags, reason in (
         (["tune", "fashion9_mlp"], "unknown task"),
         (["tune", "fashion8_mlp", "--seeds", 0], "must be 1 or more"),
@@ -25,22 +243,22 @@ def test_messages(tmp_path, complaint):
         (task, "say which optimizers to compare"),
         ([*task, "--who", "adamw", "--seeds", 0], "must be 1 or more"),
         ([*task, "--who", "adamw", "--device", "foo"], "device 'foo' is not there"),
-        (
-            ["task", "fashion_vit_w8_d2", "--who", "adamw"],
-            "run python evaluate.py tune fashion_vit",
-        ),
+        (["task", "fashion_vit_w8_d2", "--who", "adamw"], "evaluate.py tune fashion_vit"),
+        (["width", "--who", "mulo_m", ROOT / "weights" / "mulo_m.pt"], "two runs of one recipe"),
     ):
         assert reason in complaint(evaluate, *flags)
 
 
 def test_commands(tmp_path, monkeypatch, capsys):
-    """Tune rates, look at a task, test a claim: each says so, and leaves its files."""
-    before = {which: baselines.best(which, "fashion8_mlp", 500) for which in baselines.NAMES}
+    """Tune, train on a task, test a claim, validate, choose: each says so, and leaves its files."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(baselines, "TUNED", tmp_path / "results" / "tuned")
-    for which, values in before.items():
-        baselines.remember(which, "fashion8_mlp", 500, "constant", values)
-    monkeypatch.setattr(evaluate, "SUITES", {"desk": dataclasses.replace(SMOKE, who=("mulo_m",))})
+    monkeypatch.setattr(evaluate, "TUNED", tmp_path / "results" / "tuned")
+    for which in evaluate.BASELINES:
+        evaluate.remember(which, "fashion8_mlp", 500, "constant", VALUES)
+    tiny = claims.Suite(
+        ("mulo_m",), ("fashion8_mlp",), widths=(8,), depths=(3, 4), steps=10, seeds=2
+    )
+    monkeypatch.setattr(claims, "SUITES", {"desk": tiny})
 
     def run(line: str) -> str:
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *line.split()])
@@ -57,6 +275,10 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert said.count("±") == 2
     assert "4 layers, final loss: μLO_M" in run("depth --processes 1")
     assert "## Deeper nets" in (tmp_path / "RESULTS.md").read_text()
+    monkeypatch.setattr(choose, "validate", lambda *a: {"one task": 1.0, "another": 2.0})
+    assert f"{ROOT / 'weights' / 'lo_m.pt'}: 1.5000" in run(f"validate {ROOT}/weights/lo_m.pt")
+    monkeypatch.setattr(choose, "choose", lambda name, some, device: [name, len(some), device])
+    assert run("choose mulo_m a b") == "chosen: ['mulo_m', 2, 'cpu']\n"
     run("depth --processes 1 --who mulo_m --out elsewhere")
     assert "Not run: `python evaluate.py width`" in (tmp_path / "elsewhere/RESULTS.md").read_text()
 
@@ -66,8 +288,8 @@ def test_ctrl_c_is_one_sentence(tmp_path, monkeypatch, complaint):
         """As when a user has seen enough."""
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(evaluate.EXPERIMENTS, "depth", stop)
-    assert "stopped; what was finished is kept" in complaint(evaluate, "depth", "--out", tmp_path)
+    monkeypatch.setitem(claims.EXPERIMENTS, "depth", stop)
+    assert "stopped; finished nets are kept" in complaint(evaluate, "depth", "--out", tmp_path)
 
 
 # Final losses of several meta-training seeds at 1, 4 and 16 times the widest meta-training task:
@@ -76,9 +298,9 @@ def test_ctrl_c_is_one_sentence(tmp_path, monkeypatch, complaint):
 #   --seeds 2 --out results/meta_seeds
 def meta_seeds():
     found = {}
-    for (who, _, task, *_), losses in Cells(ROOT / "results" / "meta_seeds").rows.items():
+    for (who, _, task, *_), losses in Results(ROOT / "results" / "meta_seeds").curves.items():
         final = [float(x) for x in losses.split()][-5:]
-        found.setdefault((who, int(task.split("_w")[1].split("_")[0])), []).append(sum(final) / 5)
+        found.setdefault((who, tasks.get(task).width), []).append(sum(final) / 5)
     return {key: sum(x) / len(x) for key, x in found.items()}
 
 

@@ -5,60 +5,54 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-import ablate
 import evaluate
-import report
 import training
-from cells import Cells
-from experiments import Suite
+from paper import claims, report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-FOUND = [name for name in report.CLAIMS if (RESULTS / f"{name}.json").exists()]
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", report.CLAIMS)
 def test_results_follow_from_the_losses(name, tmp_path, monkeypatch):
-    """Table, sentence and checks are drawn anew, and nothing has to be trained for that."""
-    monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("a cell is missing"))
-    monkeypatch.setattr(ablate.Training, "run", lambda *a, **k: pytest.fail("a run is missing"))
-    shutil.copytree(RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("*.png"))
-    out = tmp_path / "results"
-    found = evaluate.EXPERIMENTS[name](Suite(), Cells(out), out)
-    assert found._asdict() == json.loads((RESULTS / f"{name}.json").read_text())
-    assert (out / f"{name}.csv").read_text() == (RESULTS / f"{name}.csv").read_text()
+    """Table, sentence and checks are made again, and nothing has to be trained for that."""
+    monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("a net is missing"))
+    monkeypatch.setattr(claims.MetaTraining, "run", lambda *a: pytest.fail("a run is missing"))
+    monkeypatch.setattr(report, "save", lambda *a: None)  # seconds, for all figures
+    report.keep(claims.EXPERIMENTS[name](claims.Suite(), evaluate.Results(RESULTS)), name, tmp_path)
+    for file in (f"{name}.json", f"{name}.csv"):
+        assert (tmp_path / file).read_text() == (RESULTS / file).read_text()
 
 
-@pytest.mark.skipif(not FOUND, reason="no results are kept")
 def test_results_md_is_up_to_date(tmp_path):
     shutil.copytree(RESULTS, tmp_path / "results")
     report.write(tmp_path / "results", tmp_path / "RESULTS.md")
     assert (tmp_path / "RESULTS.md").read_text() == (ROOT / "RESULTS.md").read_text()
 
 
-def test_falls_and_worse():
-    a, b, gone = torch.tensor([1.0, 1.1]), torch.tensor([0.5, 0.6]), torch.tensor([0.4, torch.nan])
-    assert report.falls([a, b])
-    assert not report.falls([b, a])
-    assert report.falls([a, a - 0.02, a - 0.01])  # up, but within the standard error
-    assert not report.falls([a, a])
-    assert report.stopped([a, b, b])
-    assert not report.stopped([a, a, b])
-    assert report.stopped([a, b, gone])
-    ranks = report.ranked(torch.tensor([0.3, 0.1, 0.3, 0.2]))
-    assert ranks.tolist() == [3.5, 1.0, 3.5, 2.0]
-    assert not report.falls([a, gone])
-    assert report.worse(a, b)
-    assert not report.worse(b, a)
-    assert report.worse(gone, a)
-    assert not report.worse(a, gone)
-    assert report.ordered({"x": float("nan"), "mulo_m": 0.25}) == "μLO_M 0.250, x diverged"
+def test_readme_picture(tmp_path):
+    report.draw_readme_picture(tmp_path, "fashion8_mlp", 64)
+    assert not list(tmp_path.iterdir())  # there are no tables yet
+    for name in ("width", "coord"):
+        shutil.copy(RESULTS / f"{name}.csv", tmp_path)
+    report.draw_readme_picture(tmp_path, "fashion8_mlp", 64)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tables_quote_what_they_must(tmp_path):
-    report.write_table(tmp_path / "x.csv", ["a", "|b|"], [["1, 2", 3], ["mulo_m", 4]])
-    assert report.rows_of(tmp_path / "x.csv")[0] == {"a": "1, 2", "|b|": "3"}
-    assert report.table(tmp_path / "x.csv")[0] == r"| a | \|b\| |"
-    assert report.table(tmp_path / "x.csv")[2:] == ["| 1, 2 | 3 |", "| μLO_M | 4 |"]
+def test_findings_are_written(tmp_path):
+    found = report.Finding(1, ("a", "|b|"))
+    found.rows += [["1, 2", 3], ["mulo_m", 4]]
+    found.said, found.checks = ["One.", "Two."], {"it holds": True}
+    report.keep(found, "depth", tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "depth.json").read_text()) == {
+        "said": "One.\nTwo.", "checks": {"it holds": True},
+    }  # fmt: skip
+    assert (tmp_path / "new" / "depth.csv").read_text() == 'a,|b|\n"1, 2",3\nmulo_m,4\n'
+    table = report.markdown(tmp_path / "new" / "depth.csv")
+    assert table[0] == r"| a | \|b\| |"
+    assert table[2:] == ["| 1, 2 | 3 |", "| μLO_M | 4 |"]
+    report.write(tmp_path / "new", tmp_path / "RESULTS.md")
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "Every claim below held.\n- Not run: `python evaluate.py width`" in text
+    assert "One.\n\nTwo.\n\n- yes: it holds\n\n![Deeper nets](new/depth.png)" in text

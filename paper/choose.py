@@ -1,0 +1,184 @@
+"""After meta-training: the comparison that ends a run, validation, the choice of what is shipped.
+
+    print(closing_report(run, "cpu"))                          # the last lines of `metatrain.py`
+    choose("mulo_m", [Path("runs/mulo_m_desk_seed0"), ...])    # `python evaluate.py choose`
+
+Among several meta-training seeds the best is chosen by its final losses on tasks that no evaluation
+uses; it goes into weights/ together with the record of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+import checkpoints
+import evaluate
+import metatrain
+import mulo
+import tasks
+from checkpoints import write_atomically
+from paper import report
+from training import final_loss, train, with_rules
+
+# Only for choosing among meta-training seeds: widths and depths that no evaluation uses.
+# Width in units of the widest meta-training task, depth, length in horizons, schedule.
+VALIDATION = ((1.5, 2, 1, "constant"), (1.5, 2, 5, "constant"), (1.5, 2, 5, "cosine"),
+              (3, 4, 1, "constant"), (1.5, 2, 25, "constant"))  # fmt: skip
+VALIDATION_SEEDS = [7001, 7002]
+
+
+def baselines_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
+    """Tuned values of AdamW and μAdam; where none are known, their learning rates are tuned now."""
+    task = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}", batch_size=r.batch_size)
+    return {
+        which: evaluate.best(which, r.kind, r.unroll)
+        or evaluate.tune(which, task, r.unroll, [9001], fixed=evaluate.USUAL, device=device)[0]
+        for which in evaluate.BASELINES
+    }
+
+
+def compare(
+    lo: mulo.LO, r: metatrain.Recipe, baselines: dict, width: int, seeds: list[int], device: str
+) -> dict[str, Tensor]:
+    """Training curves, (steps, seeds), of an optimizer, its start and tuned baselines."""
+    task = tasks.get(f"{r.kind}_w{width}_d{r.depth}", batch_size=r.batch_size)
+    contenders = {r.name: (lo, r.mup), "its start": (metatrain.new_lo(r, device), r.mup)}
+    for which, values in baselines.items():
+        adam = evaluate.adam([values] * len(seeds))
+        contenders[f"tuned {evaluate.BASELINES[which]}"] = adam, which == "muadam"
+    return {
+        name: train(with_rules(task, mup), optimizer, r.unroll, seeds, device=device)
+        for name, (optimizer, mup) in contenders.items()
+    }
+
+
+def closing_report(run: metatrain.Run, device: str) -> str:
+    """Compare the result of a run with tuned baselines: a picture in its folder, and sentences."""
+    r, lo = run.trainer.r, mulo.load(run.out / "lo.pt").to(device)
+    widest, baselines = max(r.widths), baselines_for(r, device)
+    first, last = metatrain.mean_loss(run.rows[:20]), metatrain.mean_loss(run.rows[-20:])
+    lines = [f"meta-loss {first:.3f} -> {last:.3f} in {run.seconds / 60:.1f} minutes."]
+    fig, (ax, *axes) = report.figure(3)
+    meta = torch.tensor([row["meta_loss"] for row in run.rows])
+    ax.plot(meta, color="0.7")
+    ax.plot(*smooth(meta), "k")
+    ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
+    for ax, width, seeds in zip(axes, (widest, 8 * widest), (3, 1), strict=True):
+        curves = compare(lo, r, baselines, width, list(range(9001, 9001 + seeds)), device)
+        final = {name: float(final_loss(losses).mean()) for name, losses in curves.items()}
+        for name, losses in curves.items():
+            ax.plot(*smooth(losses.mean(1)), label=name)
+        ax.set(xlabel="step", ylabel="training loss", title=f"{r.kind}, width {width}")
+        ax.set_ylim(0.8 * min(final.values()), 1.1 * float(curves[r.name][0].mean()))
+        ax.legend()
+        nets, mine = "one net" if seeds == 1 else f"{seeds} nets", final.pop(r.name)
+        others = ", ".join(f"{name} {x:.3f}" for name, x in final.items())
+        lines.append(f"Final loss at width {width}, {nets}: {r.name} {mine:.3f}; {others}.")
+    report.save(fig, run.out / "picture.png")
+    lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
+    return "\n".join(lines)
+
+
+def smooth(x: Tensor, window: int = 20) -> tuple[range, Tensor]:
+    """Steps, and the mean over the window of steps that ends at each."""
+    window = min(window, len(x))
+    return range(window - 1, len(x)), x.unfold(0, window, 1).mean(-1)
+
+
+def validate(
+    lo: mulo.LO, r: dict | None, device: str = "cpu", known: dict[str, float] | None = None
+) -> dict[str, float]:
+    """Final losses on the validation tasks that are not `known`; divergence counts as a bound."""
+    if r is None:
+        raise ValueError("an optimizer that metatrain.py did not make cannot be validated.")
+    scores = {}
+    widest = max(metatrain.recipe("mulo_m", r["scale"]).widths)  # the same for _s and _m
+    for times, depth, horizons, schedule in VALIDATION:
+        task = tasks.get(f"{r['kind']}_w{int(times * widest)}_d{depth}", batch_size=r["batch_size"])
+        steps = horizons * r["unroll"]
+        name = f"{task.name}, {steps} steps, {schedule}"
+        if known and name in known:
+            scores[name] = known[name]
+            continue
+        rate = evaluate.schedule_of(schedule, steps)
+        losses = train(
+            with_rules(task, r["mup"]), lo, steps, VALIDATION_SEEDS, schedule=rate, device=device
+        )
+        bound = 1.5 * math.log(task.classes)
+        scores[name] = float(final_loss(losses).nan_to_num(nan=bound).clamp_max(bound).mean())
+    return scores
+
+
+def choose(name: str, folders: list[Path], device: str = "cpu") -> Path:
+    """Put the best of several meta-training runs into weights/, with the record of all of them."""
+    tried = []
+    for folder in folders:
+        lo, about = mulo.load(folder / "lo.pt"), checkpoints.about(folder / "lo.pt")
+        r = about["recipe"]
+        if r["scale"] != "desk":
+            raise ValueError(f"{folder} is not at desk scale: keep its lo.pt where you like.")
+        if r["name"] != name:
+            raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
+        cache, digest = folder / "validation.json", checkpoints.digest(lo)
+        known = json.loads(cache.read_text()) if cache.exists() else {}
+        scores = validate(lo, r, device, known.get(digest))
+        mean = fmean(scores.values())
+        write_atomically(cache, json.dumps({digest: scores}, indent=1))
+        tried.append({
+            "seed": r["seed"], "validation": mean, "scores": scores,
+            "meta_loss": about["meta_loss"], "minutes": about["minutes"],
+            "commit": about["commit"], "sha256_of_run": sha256(folder / "lo.pt"),
+            "command": about["command"],
+        })  # fmt: skip
+        print(f"{folder}: validation {mean:.4f}, meta-loss {about['meta_loss']:.4f}")
+    best = min(range(len(tried)), key=lambda k: tried[k]["validation"])
+    source, target = folders[best] / "lo.pt", checkpoints.SHIPPED / f"{name}.pt"
+    about = checkpoints.about(source) | {"chosen_among": json.dumps(tried)}
+    mulo.save(mulo.load(source), target, **about)
+    write_record()
+    return target
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+RECORD = """\
+# Shipped learned optimizers
+
+`mulo.load("mulo_m")` reads `mulo_m.pt`, and so on. Each was chosen among the seeds below
+by its mean final loss on validation tasks that no evaluation uses, of other widths,
+after 500, 2,500 and 12,500 steps (`python evaluate.py choose`, which also wrote
+this file). Annealing beyond the horizon of 500 steps (`anneal` in the config) does not
+touch meta-training, which never gets there, but it counts in validation.
+Meta-loss: mean of the last 20 outer steps. SHA-256: of the shipped file.
+
+| name | seed | | validation | meta-loss | minutes | commit | command |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def write_record() -> None:
+    """Write weights/README.md from what the files themselves say."""
+    lines, digests = [], []
+    for path in sorted(checkpoints.SHIPPED.glob("*.pt")):
+        about = checkpoints.about(path)
+        if "chosen_among" not in about:
+            continue
+        digests.append(f"{sha256(path)}  {path.name}")
+        for run in sorted(json.loads(about["chosen_among"]), key=lambda run: run["seed"]):
+            mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
+            lines.append(
+                f"| {path.stem} | {run['seed']} | {mark} | {run['validation']:.4f} | "
+                f"{run['meta_loss']:.4f} | {run['minutes']:.1f} | {run['commit']} | "
+                f"`{run['command']}` |"
+            )
+    text = RECORD + "\n".join([*lines, "", "```text", *digests, "```", ""])
+    write_atomically(checkpoints.SHIPPED / "README.md", text)

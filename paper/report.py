@@ -1,0 +1,224 @@
+"""Figures, tables, and RESULTS.md, which is written from them.
+
+    write(Path("results"), Path("RESULTS.md"))          # done by every `python evaluate.py <claim>`
+
+An experiment leaves three files in results/: its table (.csv), its figure (.png) and what it found
+(.json: a sentence and the claims it checked). RESULTS.md joins them with what the paper says, so
+its numbers are those of the files; tests make both again from results/losses.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from checkpoints import write_atomically
+from evaluate import mean_stderr, write_table
+
+LABELS = {
+    "mulo_m": "μLO_M", "mulo_s": "μLO_S", "muvelo_m": "μVeLO_M", "lo_m": "LO_M", "lo_s": "LO_S",
+    "velo_m": "VeLO_M", "adamw": "AdamW", "muadam": "μAdam",
+}  # fmt: skip
+
+
+class Finding:
+    """What an experiment finds: a table, a figure, sentences, and which claims hold."""
+
+    def __init__(self, panels: int, head: Iterable[str]):
+        self.rows, self.said, self.checks = [list(head)], [], {}
+        self.figure, self.axes = figure(panels)
+
+
+def label(name: str) -> str:
+    return LABELS.get(name, name)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def figure(panels: int) -> tuple[Figure, list]:
+    fig = Figure(figsize=(4.4 * panels, 3.6), layout="constrained")
+    return fig, list(fig.subplots(1, panels, squeeze=False)[0])
+
+
+def save(fig: Figure, path: Path) -> None:
+    write_atomically(path, lambda file: fig.savefig(file, dpi=120))
+
+
+def colour(name: str, other: str = "0.4") -> str:
+    """An optimizer of a recipe has the same colour in every figure."""
+    return f"C{list(LABELS).index(name)}" if name in LABELS else other
+
+
+def draw_final(ax, losses: dict[str, dict[int, Tensor]], xlabel: str = "width", **settings) -> None:
+    """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
+    for k, (name, by_size) in enumerate(losses.items()):
+        sizes, c = list(by_size), colour(name, f"C{k}")
+        means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
+        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, label=label(name), color=c)
+        diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
+        height = [0.98 - 0.03 * len(ax.lines) % 0.2] * len(diverged)
+        ax.plot(diverged, height, "x", color=c, transform=ax.get_xaxis_transform())
+    if xlabel == "width":
+        width_axis(ax, sizes)
+    ax.set(xlabel=xlabel, ylabel="final loss", **settings)
+
+
+def draw_curves(ax, curves: dict[str, Tensor], until: float, **settings) -> None:
+    """Draw mean training curves over seeds; the last point is at `until`."""
+    for name, losses in curves.items():
+        times = torch.arange(1, len(losses) + 1) * until / len(losses)
+        ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
+    ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
+
+
+def width_axis(ax, widths: list[int]) -> None:
+    """Make the x axis logarithmic, with the widths themselves as ticks."""
+    ax.set_xscale("log")
+    ax.set_xticks(widths, [str(w) for w in widths])
+    ax.minorticks_off()
+    ax.set_xlabel("width")
+
+
+def read_table(path: Path) -> list[list[str]]:
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
+    """Draw README's picture from width.csv and coord.csv, if both are there."""
+    if not all((folder / f"{name}.csv").exists() for name in ("width", "coord")):
+        return
+    (fig, (wide, check)), rows = figure(2), read_table(folder / "width.csv")
+    for name in ("mulo_m", "lo_m", "adamw", "muadam"):
+        here = [row for row in rows if row[:2] == [kind, name]]
+        widths, *values = ([float(row[k]) for row in here] for k in (2, 3, 4))  # loss, stderr
+        style = "-" if name.endswith("_m") else "--"
+        wide.errorbar(widths, *values, capsize=2, label=label(name), color=colour(name), ls=style)
+    wide.axvspan(wide.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
+    width_axis(wide, [int(w) for w in widths])
+    wide.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
+    wide.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
+    wide.minorticks_off()
+    wide.set_title(f"{kind}: wider than meta-trained")
+    wide.legend(fontsize=8)
+    rows = read_table(folder / "coord.csv")[1:]
+    names = list(dict.fromkeys(row[0] for row in rows))
+    for x, name in enumerate(names):
+        slopes = [min(float(row[2]), 2.0) for row in rows if row[0] == name]
+        places = [x + 0.8 * (k + 0.5) / len(slopes) - 0.4 for k in range(len(slopes))]
+        check.bar(places, slopes, 0.7 / len(slopes), color=colour(name))
+    check.axhline(0.1, color="k", lw=0.8, ls=":")
+    check.set_xticks(range(len(names)), [label(n) for n in names], fontsize=8)
+    check.set(ylabel="|slope| of log drift over log width", title="Coordinate check, a bar a layer")
+    save(fig, folder / "picture.png")
+
+
+# ---------------------------------------------------------------- RESULTS.md
+
+CLAIMS = {  # experiment: title, what the paper says
+    "width": ("Wider nets", """
+The final loss of μLOs falls with width far beyond the widths of meta-training; LOs in standard
+parametrization stop improving or diverge (figures 3 and 4)."""),
+    "rank": ("Average rank", """
+At widths 2048 to 8192, μLO_M and μVeLO_M have the two best average ranks (1.2 to 2.6), tuned AdamW
+and μAdam follow (2.2 to 4.4), VeLO_M and LO_M are last (4.0 to 6.0) (table 1)."""),
+    "distribution": ("Meta-training on one width or on three", """
+μLO_M, meta-trained on three widths, generalizes better than μLO_S, meta-trained on one, and both
+better than LOs in SP (figure 3)."""),
+    "depth": ("Deeper nets", """
+At 16 layers μLO_M and μVeLO_M train stably and generally outperform LO_M and VeLO_M; on the deep
+MLP, LO_M diverges at once (figure 5)."""),
+    "horizon": ("Longer training", """
+Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop or
+diverge (figure 6). There is no schedule on μLOs in the paper; here every optimizer runs twice. At a
+constant rate μLO and LO, which know their horizon, anneal beyond it by themselves, as 1/√t (what
+that is worth is under Ablations); the others do not. Under one cosine schedule all are driven
+alike, for which AdamW and μAdam are tuned anew."""),
+    "coord": ("Coordinate check", """
+Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
+grows with it (figure 2, appendix)."""),
+    "stability": ("Stable activations", """
+In a deep net first-layer pre-activations stay stable with μLO_M and grow with LO_M; over a long run
+the logits of μLO_M grow steadily, those of LO_M jump (appendix)."""),
+    "ablate": ("Ablations", """
+The default recipe with λ1 = 0.01 (among rates, λ1, steps and perturbations) is one of the best for
+μLO_S, fast and stable (appendix). Epsilons, single μP rules, what happens beyond the meta-trained
+horizon and a schedule are not varied in the paper."""),
+}  # fmt: skip
+HEAD = """# Results
+
+Written by `python evaluate.py {command}` from the files in [{link}]({link}): {about}
+
+Nets of all widths and optimizers see the same batches. AdamW and μAdam are tuned over the paper's
+grids; for the cosine schedule only their rates are tuned anew. 5 seeds, 3 in the coordinate check,
+2 in the look at activations, 1 or 2 in the ablations. Final loss: mean training loss over the last
+tenth of a run; errors: standard error over seeds.
+
+## What did not reproduce
+"""
+ABOUT = {  # by scale
+    "desk": """the shipped
+optimizers, meta-trained for 500 steps on 8x8 Fashion-MNIST at widths 16, 32 and 64, each the best
+of three seeds, μLO_M of five ([weights](weights/README.md)), on that data and, for width and rank,
+also on a data set they have not seen (labels of a random teacher). The same commands with
+`--scale paper --device cuda --who` and the folders of your runs are for the paper's sizes; that has
+not been run. When these experiments were first run, batches came from each net's own generator and
+differed from width to width; then μLO_M ended at 0.465 at width 512 and at 0.479 at 1024, a rise
+beyond the standard error that AdamW, μAdam and μVeLO_M shared.""",
+    "paper": """the
+optimizers named by `--who`, else the shipped ones, on tasks of the paper's sizes.""",
+}
+
+
+def keep(found: Finding, name: str, folder: Path) -> None:
+    """Write an experiment's table, its figure and what it found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_table(folder / f"{name}.csv", found.rows)
+    save(found.figure, folder / f"{name}.png")
+    content = {"said": "\n".join(found.said), "checks": found.checks}
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(folder / f"{name}.json", text)
+
+
+def markdown(path: Path) -> list[str]:
+    """The lines of a .csv as a Markdown table."""
+    head, *rows = read_table(path)
+    rows = [head, ["---"] * len(head), *([label(x) for x in row] for row in rows)]
+    return ["| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in rows]
+
+
+def section(name: str, found: dict, folder: Path, link: str) -> list[str]:
+    title, paper = CLAIMS[name]
+    lines = [f"## {title}", "", f"**Paper.** {paper.strip()}", ""]
+    lines += [f"**Here** (`python evaluate.py {name}`). " + found["said"].replace("\n", "\n\n"), ""]
+    lines += [f"- {'yes' if holds else '**no**'}: {x}" for x, holds in found["checks"].items()]
+    if (folder / f"{name}.png").exists():
+        lines += ["", f"![{title}]({link}/{name}.png)"]
+    rows = markdown(folder / f"{name}.csv")
+    lines += ["", f"<details><summary>{name}.csv, {len(rows) - 2} rows</summary>", ""]
+    return [*lines, *rows, "", "</details>", ""]
+
+
+def write(folder: Path, path: Path, scale: str = "desk") -> None:
+    """Write RESULTS.md from the files that experiments left."""
+    sections, failed, missing, link = [], [], [], os.path.relpath(folder, path.parent)
+    for name, (title, _) in CLAIMS.items():
+        if not (folder / f"{name}.json").exists():
+            missing.append(f"- Not run: `python evaluate.py {name}`")
+            continue
+        found = json.loads((folder / f"{name}.json").read_text())
+        sections += section(name, found, folder, link)
+        failed += [f"- {title}: {x}" for x, holds in found["checks"].items() if not holds]
+    command = "all" if scale == "desk" else f"all --scale {scale}"
+    head = HEAD.format(command=command, link=link, about=ABOUT[scale])
+    failed = failed or ["Every claim below held."]
+    write_atomically(path, "\n".join([head, *failed, *missing, "", *sections]))

@@ -1,0 +1,125 @@
+"""Every experiment end to end at a tiny size, and the arithmetic of its checks."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import evaluate
+import metatrain
+import training
+from evaluate import Results, contender
+from paper import claims, report
+
+TINY = (("steps", 2), ("pairs", 1), ("unroll", 10), ("shortest", 10), ("truncation", 5))
+SUITE = claims.Suite(
+    who=("mulo_m", "lo_m", "adamw", "muadam"), kinds=("fashion8_mlp",), widths=(8, 16),
+    columns=(8,), depths=(3, 4), steps=10, horizons=(2, 3), seeds=2, ablate_widths=(8, 16),
+    ablate_seeds=1, ablate_recipe=TINY,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tuned(tmp_path_factory):
+    """Tuned values for the tiny runs, in a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        known = {which: evaluate.best(which, "fashion8_mlp", 500) for which in evaluate.BASELINES}
+        patch.setattr(evaluate, "TUNED", tmp_path_factory.mktemp("tuned"))
+        for which, values in known.items():
+            evaluate.remember(which, "fashion8_mlp", 500, "constant", values)
+            for times in SUITE.horizons:
+                evaluate.remember(which, "fashion8_mlp", times * SUITE.steps, "cosine", values)
+        yield
+
+
+@pytest.mark.parametrize("name", claims.EXPERIMENTS)
+def test_smoke(name, tmp_path, monkeypatch):
+    """A table, a figure, a sentence; and once more from the files alone, nothing trained."""
+    found = claims.EXPERIMENTS[name](SUITE, Results(tmp_path))
+    assert "μLO_M" in found.said[0] or "mulo_s" in found.said[0]
+    assert len(found.rows) > 3
+    assert len({len(row) for row in found.rows}) == 1
+    monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("trained again"))
+    monkeypatch.setattr(metatrain, "Trainer", lambda *a, **k: pytest.fail("meta-trained again"))
+    again = claims.EXPERIMENTS[name](SUITE, Results(tmp_path))
+    assert (again.rows, again.said, again.checks) == (found.rows, found.said, found.checks)
+    report.keep(found, name, tmp_path)
+    assert len((tmp_path / f"{name}.csv").read_text().splitlines()) == len(found.rows)
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    report.write(tmp_path, tmp_path / "RESULTS.md")
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert report.CLAIMS[name][0] in text
+    assert text.count("**no**") == text.count(f"- {report.CLAIMS[name][0]}: ")
+    assert text.count("**no**") == sum(not holds for holds in found.checks.values())
+
+
+def test_any_optimizers_may_be_left_out(tmp_path):
+    alone = dataclasses.replace(SUITE, who=("mulo_m",))
+    for name in ("rank", "horizon"):
+        found = claims.EXPERIMENTS[name](alone, Results(tmp_path))
+        assert not [claim for claim in found.checks if "AdamW" in claim or "best" in claim]
+    files = dataclasses.replace(SUITE, who=("weights/mulo_m.pt", "weights/lo_m.pt"))
+    assert len(claims.stability(files, Results(tmp_path)).checks) == 2
+
+
+def test_rank_counts_divergence_as_guessing(tmp_path):
+    results = Results(tmp_path)
+    losses = {"mulo_m": 0.5, "adamw": math.nan, "muadam": 2.0, "lo_m": 7.0}  # 7: worse than that
+    for who, loss in losses.items():
+        for times in (1, 5):
+            for key in SUITE.job(contender(who), "fashion8_mlp_w8_d3", times).keys():
+                results.curves[key] = " ".join([str(loss)] * 50)
+    found = claims.rank(SUITE, results)
+    order = "best first: μLO_M 1.00, μAdam 2.00, LO_M 3.50, AdamW 3.50."
+    assert found.said[0] == f"Average rank after 1 horizon(s), {order}"
+    assert ["all", "adamw", "3.50", "3.50", "3.50"] in found.rows
+    where = "at width 8, after 1 horizon(s)"
+    assert found.checks[f"μLO_M and μVeLO_M have the two best average ranks {where}"]
+    assert not found.checks[f"LO_M and VeLO_M have the two worst {where}"]
+
+
+def test_width_checks():
+    suite = dataclasses.replace(SUITE, widths=(64, 256, 1024), widest=64)
+    flat, fall = [[0.5, 0.51]] * 3, [[0.6, 0.61], [0.5, 0.51], [0.4, 0.41]]
+    gone = [[0.6, 0.61], [0.5, 0.51], [math.nan, 0.4]]
+
+    def checks(mu, sp):
+        losses = {
+            name: dict(zip(suite.widths, map(torch.tensor, some), strict=True))
+            for name, some in (("mulo_m", mu), ("lo_m", sp))
+        }
+        return list(claims.width_checks("teacher_mlp", suite, losses).values())
+
+    assert checks(fall, gone) == [True, True, True, True]
+    assert checks(fall, flat) == [True, True, True, True]
+    assert checks(flat, fall) == [False, False, False, False]
+    assert checks(gone, fall) == [False, False, False, False]
+    up = [[0.6, 0.61], [0.4, 0.41], [0.402, 0.412]]  # in both nets, by less than they differ
+    assert checks(up, flat) == [True, False, True, True]
+
+
+def test_arithmetic():
+    a, b, gone = torch.tensor([1.0, 1.1]), torch.tensor([0.5, 0.6]), torch.tensor([0.4, torch.nan])
+    assert claims.falls([a, b])
+    assert not claims.falls([b, a])
+    assert claims.falls([a, a - 0.02, a - 0.01])  # up, but within the standard error
+    assert not claims.falls([a, a])
+    assert not claims.falls([a, gone])
+    assert claims.stopped([a, b, b])
+    assert not claims.stopped([a, a, b])
+    assert claims.stopped([a, b, gone])
+    assert claims.worse(a, b)
+    assert not claims.worse(b, a)
+    assert claims.worse(gone, a)
+    assert not claims.worse(a, gone)
+    assert claims.ranked(torch.tensor([0.3, 0.1, 0.3, 0.2])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    assert (
+        claims.ordered({"x": gone, "y": 1e5 * b, "mulo_m": b}) == "μLO_M 0.550, y 6e+04, x diverged"
+    )
+
+
+def test_final_loss_is_of_the_last_tenth():
+    losses = torch.arange(50.0).unsqueeze(1)
+    assert float(training.final_loss(losses)) == 47
+    assert float(training.final_loss(losses, 0.2)) == 9
