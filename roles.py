@@ -210,9 +210,9 @@ def init_(
     Input and hidden weights get N(0, 1/fan_in), output weights zeros, or N(0, 1) if not zero_output
     (DIVERGES: N(0, 1) is the paper's rule, zeros are used in its experiments). The fan_in of an
     embedding is 1: a lookup sums nothing. Biases of layers are input weights of fan_in 1, N(0, 1);
-    but those that are zero stay zero, and without the rule "init" (in SP) all become zero, as in
-    `Task.init`. Norms and bare input parameters are not changed. The division is a forward hook,
-    or built in (Readout), so it leaves the model's code and state_dict unchanged.
+    those that are zero stay zero (DIVERGES: the model wants it so), and without the rule "init" (in
+    SP) all become zero, as in `Task.init`. Norms and bare input parameters are not changed. The
+    division is a forward hook, or built in (Readout): model code and state_dict stay the same.
     """
     rules = tuple(rules)
     multiply_outputs_(model, roles, rules)
