@@ -219,7 +219,7 @@ def from_pylo(
         try:
             weights = safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is not a whole safetensors file: get it again.") from error
+            raise ValueError(f"{path} is truncated or not safetensors: get it again.") from error
     else:
         weights = _read(path)
     hidden = sum(f"network.linear_{k}.weight" in weights for k in range(len(weights)))

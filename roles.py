@@ -207,27 +207,34 @@ def init_(
 ) -> nn.Module:
     """Initialize by role, in place, and divide the outputs of output layers by fan_in.
 
-    Input and hidden weights get N(0, 1/fan_in), output weights zeros, or N(0, 1) if not zero_output
-    (DIVERGES: N(0, 1) is the paper's rule, zeros are used in its experiments). The fan_in of an
-    embedding is 1: a lookup sums nothing. Biases of layers are input weights of fan_in 1, N(0, 1);
-    those that are zero stay zero (DIVERGES: the model wants it so), and without the rule "init" (in
-    SP) all become zero, as in `Task.init`. Norms and bare input parameters are not changed. The
-    division is a forward hook, or built in (Readout): model code and state_dict stay the same.
+    Input and hidden weights: N(0, 1/fan_in). An embedding has fan_in 1, for a lookup sums nothing.
+    Output weights: zeros, or N(0, 1) if not zero_output (DIVERGES: N(0, 1) is the paper's rule,
+    zeros are in its experiments). Biases of layers: N(0, 1), as input weights of fan_in 1, but
+    (DIVERGES) zero biases stay zero; without the rule "init", so in SP, all become zero, as in
+    `Task.init`. Norms and bare input parameters: unchanged.
+
+    The division is a forward hook, or built in (Readout); code and state_dict stay as they are.
     """
     rules = tuple(rules)
     multiply_outputs_(model, roles, rules)
     for w, role in _with_roles(model, roles):
-        if w.kind == "vector":
-            if isinstance(w.module, LAYERS) and "init" not in rules:
-                w.param.zero_()
-            elif isinstance(w.module, LAYERS) and w.param.any():
-                w.param.normal_(generator=generator)
-        elif role == "output" and zero_output:
+        std = initial_std(w, role, rules, zero_output)
+        if std == 0:
             w.param.zero_()
-        elif w.kind != "bare" or role != "input":
-            std = w.fan_in ** (power(role, "init", rules) / 2)
+        elif std is not None and (w.kind != "vector" or w.param.any()):
             w.param.normal_(0, std, generator=generator)
     return model
+
+
+def initial_std(w: Weight, role: str, rules: Iterable[str], zero_output: bool) -> float | None:
+    """Standard deviation of initial values; None for norms and bare input parameters."""
+    if w.kind == "vector":  # biases are input weights of fan_in 1
+        return float("init" in rules) if isinstance(w.module, LAYERS) else None
+    if role == "output" and zero_output:
+        return 0.0
+    if w.kind == "bare" and role == "input":
+        return None
+    return w.fan_in ** (power(role, "init", rules) / 2)
 
 
 def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> None:

@@ -37,7 +37,7 @@ from torch.func import functional_call
 
 from optimizees import datasets, files
 from optimizees.models import LM, MLP, ResNet, ViT
-from roles import ALL, LAYERS, NORMS, infer_roles, multiply_outputs_, power, weights_of
+from roles import ALL, infer_roles, initial_std, multiply_outputs_, weights_of
 
 Params = dict[str, Tensor]
 
@@ -96,21 +96,16 @@ class Task:
     def init(self, particles: int, generator: torch.Generator, zero_output: bool = True) -> Params:
         """Initial parameters of `particles` nets, (particles, ...) each, on the generator's device.
 
-        By role, as in roles.init_; biases of layers are N(0, 1) under μP, as in the paper's code,
-        and zero in SP.
+        As by roles.init_, except that no biases are zero under μP (as in the paper's code).
         """
         roles, params = self.roles(), {}
         for w in weights_of(self.skeleton()):
-            role = roles[w.name]
-            if w.kind == "vector":
-                std = float("init" in self.rules and isinstance(w.module, LAYERS))
-            else:
-                std = w.fan_in ** (power(role, "init", self.rules) / 2)
+            std = initial_std(w, roles[w.name], self.rules, zero_output)
             p = torch.zeros(particles, *w.param.shape, device=generator.device)
-            if isinstance(w.module, NORMS) and w.name.endswith("weight"):
-                p += 1
-            elif std and not (role == "output" and zero_output):
+            if std:
                 p.normal_(0, std, generator=generator)
+            elif std is None and w.name.endswith("weight"):  # of a norm
+                p += 1
             params[w.name] = p
         return params
 

@@ -102,11 +102,19 @@ def _check_sha256(path: Path, content: bytes) -> None:
         raise _bad(path, problem, f"{AGAIN} or pass check=False")
 
 
-def _labels(path: Path, y: np.ndarray, low: int, high: int, fix: str = AGAIN) -> np.ndarray:
+def _check_labels(path: Path, y: np.ndarray, low: int, high: int, fix: str = AGAIN) -> np.ndarray:
     """Check that y are labels low..high; return them as int64, starting at 0."""
     if y.ndim != 1 or not len(y) or y.dtype.kind not in "iu" or y.min() < low or y.max() > high:
         raise _bad(path, f"has no labels, or labels out of range {low}..{high}", fix)
     return y.astype(np.int64) - low
+
+
+def _check_images(path: Path, x: np.ndarray, shape: tuple, fix: str = AGAIN) -> np.ndarray:
+    """Check that x are uint8 images of this shape; its first size is the number of labels."""
+    if x.dtype != np.uint8 or x.shape != shape:
+        problem = f"has {x.dtype} images {x.shape} for {shape[0]} labels, not uint8 {shape}"
+        raise _bad(path, problem, fix)
+    return x
 
 
 def _read_idx(path: Path, magic: int, check: bool) -> np.ndarray:
@@ -131,9 +139,8 @@ def read_fashion(name: str, folder: Path, prefix: str, check: bool) -> Arrays:
     files = [f"{prefix}-images-idx3-ubyte.gz", f"{prefix}-labels-idx1-ubyte.gz"]
     x_path, y_path = _find(name, folder, files)
     x, y = _read_idx(x_path, 2051, check), _read_idx(y_path, 2049, check)
-    if x.shape != (len(y), 28, 28):
-        raise _bad(x_path, f"is {x.shape}, not {len(y)} images of 28x28")
-    return x[:, None], _labels(y_path, y, 0, 9)
+    x = _check_images(x_path, x, (len(y), 28, 28))
+    return x[:, None], _check_labels(y_path, y, 0, 9)
 
 
 ARRAY_PARTS = ("numpy.ndarray", "numpy.dtype")
@@ -195,12 +202,10 @@ def read_cifar10(folder: Path, split: str, partial: bool, check: bool) -> Arrays
         x, y = parse(path, content)
         if check:
             _check_sha256(path, content)
-        y = _labels(path, y, 0, 9)
-        if x.shape != (len(y), 3072):
-            raise _bad(path, f"has data {x.shape} for {len(y)} labels")
+        y = _check_labels(path, y, 0, 9)
+        batches.append((_check_images(path, x, (len(y), 3072)), y))
         if check and len(y) != 10_000:
             raise _bad(path, f"has {len(y)} images, not 10000", f"{AGAIN} or pass check=False")
-        batches.append((x, y))
     x, y = map(np.concatenate, zip(*batches, strict=True))
     return x.reshape(-1, 3, 32, 32), y
 
@@ -215,16 +220,14 @@ def _read_npz(path: Path, name: str) -> np.ndarray:
 
 def _convert_imagenet(name: str, paths: list[Path], x_path: Path, y_path: Path, side: int) -> None:
     """Write the images and labels of the published .npz files as two .npy files."""
-    labels = [_labels(path, _read_npz(path, "labels"), 1, 1000) for path in paths]
+    labels = [_check_labels(path, _read_npz(path, "labels"), 1, 1000) for path in paths]
     y = np.concatenate(labels)
 
     def write_images(file):  # with one .npz in memory at a time
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(y), 3, side, side)}
         np.lib.format.write_array_header_1_0(file, header)
         for path, part in zip(tqdm(paths, f"converting {name}"), labels, strict=True):
-            x = _read_npz(path, "data")
-            if x.dtype != np.uint8 or x.shape != (len(part), 3 * side**2):
-                raise _bad(path, f"has {x.dtype} data {x.shape} for {len(part)} labels")
+            x = _check_images(path, _read_npz(path, "data"), (len(part), 3 * side**2))
             file.write(np.ascontiguousarray(x))
 
     write_atomically(y_path, lambda file: np.save(file, y))
@@ -246,10 +249,8 @@ def read_imagenet(name: str, folder: Path, split: str) -> Arrays:
             arrays.append(np.lib.format.open_memmap(path, mode="c"))  # torch wants it writable
         except Exception as error:  # a damaged header can raise anything
             raise _bad(path, f"is damaged ({error})", fix) from error
-    x, y = arrays[0], _labels(y_path, arrays[1], 0, 999, fix)
-    if x.shape != (len(y), 3, side, side) or x.dtype != np.uint8:
-        raise _bad(x_path, f"is {x.dtype} {x.shape} for {len(y)} labels", fix)
-    return x, y
+    y = _check_labels(y_path, arrays[1], 0, 999, fix)
+    return _check_images(x_path, arrays[0], (len(y), 3, side, side), fix), y
 
 
 def _read_utf8(path: Path, check: bool) -> str:
@@ -257,7 +258,7 @@ def _read_utf8(path: Path, check: bool) -> str:
     if check:
         _check_sha256(path, content)
     if not content:
-        raise _bad(path, "is empty")
+        raise _bad(path, "is empty", "get it again")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -325,7 +326,7 @@ def _sentencepiece(folder: Path) -> tuple[Callable[[str], list[int]], int, str]:
     try:
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        raise _bad(models[0], "is not a sentencepiece model") from error
+        raise _bad(models[0], "is not a sentencepiece model", "use another") from error
     return model.encode, model.vocab_size(), hashlib.sha256(content).hexdigest()
 
 
@@ -379,7 +380,7 @@ def _fetch(url: str, path: Path, md5: str) -> None:
     if _md5(part) != md5:
         part.unlink()
         problem = f"has the wrong checksum (its md5 is not {md5})"
-        raise _bad(url, problem, "what was downloaded is deleted, try again")
+        raise _bad(url, problem, "the download was deleted, try again")
     os.replace(part, path)
 
 

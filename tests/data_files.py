@@ -1,5 +1,6 @@
 """Small files in the published layouts, a server for them, and what their tests share."""
 
+import gzip
 import http.server
 import io
 import os
@@ -49,6 +50,10 @@ Y3 = np.array([9, 0, 4], np.uint8)
 def idx(array: np.ndarray, magic: int | None = None) -> bytes:
     magic = 2048 + array.ndim if magic is None else magic
     return struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
+
+
+def gz(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)  # the same bytes in every run
 
 
 def fashion(root: Path, x: bytes, y: bytes, prefix: str = "train") -> None:
