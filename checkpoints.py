@@ -95,7 +95,7 @@ def load(name: str | os.PathLike, **changes) -> LO:
     lo.mup = bool((content.get("about", {}).get("recipe") or {}).get("mup"))
     unknown = changes.keys() - config.keys()
     if unknown:
-        raise TypeError(f"unknown field {unknown.pop()!r}: LOConfig has {', '.join(config)}.")
+        raise TypeError(f"no {unknown.pop()!r} in a config: use one of {', '.join(config)}.")
     return lo.with_config(**changes) if changes else lo
 
 
