@@ -1,22 +1,21 @@
-"""What learned optimizers train: the paper's optimizees and ours, by name, ready to stack.
+"""The tasks that learned optimizers train on: the paper's and ours, by name.
 
     python tasks.py                        # lists every task
-    python tasks.py in32_mlp_w128_d3       # one of them: its model, its data, its roles
-    python tasks.py download cifar10       # asks for data; nothing else ever downloads
+    python tasks.py in32_mlp_w128_d3       # shows one: its model, data and roles
+    python tasks.py download cifar10       # downloads data; nothing else ever does
 
     task = get("fashion8_mlp_w64_d3")
     batch = task.data().batch(generator, task.batch_size, particles=16)
     params = task.init(16, generator)        # 16 nets in one dict of tensors (16, ...)
     losses = task.losses(params, batch)      # (16,), one autograd graph, no loop
 
-Paper: the table "Meta-testing settings" and the ResNet table. A name is kind, width and depth; any
-width and depth will do (a resnet has 18 layers, and its name no depth). The paper's kinds are
-in32_mlp, in64_mlp, c10_mlp, vit and resnet (ImageNet at 32x32) and lm (LM1B). The others are ours,
-the same models on data that needs no download (fashion, fashion8, pixels, teacher) or on data of
-one's own: c10_vit and c10_resnet on CIFAR-10, text_lm on any text. Tasks are the same code in SP
-and μP: `rules` says which of μP's rules are on. The models themselves are in
-`optimizees/models.py`, the data
-sets in `optimizees/datasets.py`.
+Paper: the tables "Meta-testing settings" and of the ResNets. A name is kind, width and depth, and
+any width and depth will do; a resnet always has 18 layers, so its name has no depth. The paper's
+kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet at 32x32) and lm (LM1B). Ours are the
+same models on data that needs no download (fashion, fashion8, pixels, teacher), on CIFAR-10
+(c10_vit, c10_resnet), and on any text (text_lm). A task has its parametrization in `rules`: μP, SP
+or anything between. To add a kind, add a line to `KINDS`; the models are in optimizees/models.py,
+the data sets in optimizees/datasets.py.
 """
 
 from __future__ import annotations
@@ -38,117 +37,111 @@ from torch.func import functional_call
 
 from optimizees import datasets, files
 from optimizees.models import LM, MLP, ResNet, ViT
-from roles import ALL, LAYERS, NORMS, infer_roles, multiply_outputs_, power, weights_of
+from roles import ALL, infer_roles, initial_std, multiply_outputs_, weights_of
+
+Params = dict[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One optimizee, its parametrization and its data. `get` makes them from names."""
+    """A model, its parametrization and its data. `get` makes a task from its name."""
 
     name: str
     family: str  # "mlp", "vit", "lm" or "resnet"
-    dataset: str  # a name that datasets.load knows
+    dataset: str  # a name for datasets.load
     width: int
     depth: int  # weight layers (mlp), blocks (vit, lm); a resnet has 18 layers
     shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (length,)
-    classes: int  # or the size of the vocabulary
+    classes: int  # or the vocabulary size
     batch_size: int
     heads: int = 0
     patch: int = 0
-    size: int | None = None  # images are pooled to this size
+    size: int | None = None  # if given, images are pooled to size x size
     rules: tuple[str, ...] = ALL  # μP; () is SP
 
     def __post_init__(self):
-        object.__setattr__(self, "rules", tuple(self.rules))  # a list would not hash
-        resnet, least = self.family == "resnet", 2 if self.family == "mlp" else 1
-        if self.depth != 18 if resnet else self.depth < least:
-            fix = "leave it out, a resnet has 18 layers" if resnet else f"use {least} or more"
+        object.__setattr__(self, "rules", tuple(self.rules))  # a list could not be hashed
+        resnet, min_depth = self.family == "resnet", 2 if self.family == "mlp" else 1
+        if self.depth < min_depth or (resnet and self.depth != 18):
+            fix = "leave it out, a resnet has 18 layers" if resnet else f"use {min_depth} or more"
             raise ValueError(f"{self.name} cannot have depth {self.depth}: {fix}.")
-        least = max(1, self.heads)  # a head is at least 1 wide
-        if self.width < least or (resnet and self.width % 32):
-            fix = "use a multiple of 32" if resnet else f"use {least} or more"
+        min_width = max(1, self.heads)
+        if self.width < min_width or (resnet and self.width % 32):
+            fix = "use a multiple of 32" if resnet else f"use {min_width} or more"
             raise ValueError(f"{self.name} cannot be {self.width} wide: {fix}.")
 
     def build(self, width: int | None = None) -> nn.Module:
-        """The bare model at any width, to infer roles from; see `model` for one to train."""
-        w, power = width or self.width, -1.0 if "multiplier" in self.rules else -0.5
+        """The model without multipliers, at any width: to infer roles. To train, use `model`."""
+        width = width or self.width
+        logit_power = -1.0 if "multiplier" in self.rules else -0.5
         if self.family == "mlp":
-            return MLP(math.prod(self.shape), self.classes, w, self.depth)
+            return MLP(math.prod(self.shape), self.classes, width, self.depth)
+        if self.family == "resnet":
+            return ResNet(self.shape[0], self.classes, width)
+        transformer = (width, self.depth, self.heads)
         if self.family == "vit":
-            args = (w, self.depth, self.heads, self.patch, power)
-            return ViT(self.shape, self.classes, *args)
-        if self.family == "lm":
-            return LM(self.classes, self.shape[0], w, self.depth, self.heads, power)
-        return ResNet(self.shape[0], self.classes, w)
+            return ViT(self.shape, self.classes, *transformer, self.patch, logit_power)
+        return LM(self.classes, self.shape[0], *transformer, logit_power)
 
     def roles(self) -> dict[str, str]:
         return dict(_roles(self))
 
     def skeleton(self) -> nn.Module:
-        """The model without memory, on the meta device, to be called with parameters."""
+        """The model on the meta device, to be called with parameters (torch.func)."""
         with torch.device("meta"):
             model = self.build()
         multiply_outputs_(model, self.roles(), self.rules)
         return model
 
-    def init(
-        self,
-        particles: int,
-        generator: torch.Generator,
-        zero_output: bool = True,
-    ) -> dict[str, Tensor]:
+    def init(self, particles: int, generator: torch.Generator, zero_output: bool = True) -> Params:
         """Initial parameters of `particles` nets, (particles, ...) each, on the generator's device.
 
-        By role as in roles.init_, but biases are the paper's code's: N(0, 1) under μP, zero in SP.
+        As by roles.init_, except that no biases are zero under μP (as in the paper's code).
         """
         roles, params = self.roles(), {}
         for w in weights_of(self.skeleton()):
-            role = roles[w.name]
-            if w.kind == "vector":
-                std = float("init" in self.rules and isinstance(w.module, LAYERS))
-            else:
-                std = w.fan_in ** (power(role, "init", self.rules) / 2)
+            std = initial_std(w, roles[w.name], self.rules, zero_output)
             p = torch.zeros(particles, *w.param.shape, device=generator.device)
-            if isinstance(w.module, NORMS) and w.name.endswith("weight"):
-                p += 1
-            elif std and not (role == "output" and zero_output):
+            if std:
                 p.normal_(0, std, generator=generator)
+            elif std is None and w.name.endswith("weight"):  # of a norm
+                p += 1
             params[w.name] = p
         return params
 
     def model(self, generator: torch.Generator, zero_output: bool = True) -> nn.Module:
-        """One net, initialised, ready for an Optimizer."""
+        """One initialized net, to train with a torch Optimizer."""
         params = self.init(1, generator, zero_output)
         model = self.skeleton().to_empty(device=generator.device)
         model.load_state_dict({name: p[0] for name, p in params.items()})
         return model
 
     def data(self, data_dir: str | None = None, device: str = "cpu", **options):
-        """The data set: see datasets.load for where it is looked for and for the options."""
+        """The data set. datasets.load documents where it is looked for, and the options."""
         if self.family == "lm":
             options["seq_len"] = self.shape[0]
-        found = datasets.load(self.dataset, data_dir, device, size=self.size, **options)
-        if (found.shape, found.classes) != (self.shape, self.classes):
+        data = datasets.load(self.dataset, data_dir, device, size=self.size, **options)
+        if (data.shape, data.classes) != (self.shape, self.classes):
             raise ValueError(
                 f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
-                f"{self.dataset} has {found.shape} and {found.classes}: change one of the two."
+                f"{self.dataset} has {data.shape} and {data.classes}: change one of the two."
             )
-        return found
+        return data
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy of (x, y), or of (tokens, targets, mask): padding does not count."""
+        """Mean cross-entropy on (x, y), or on (tokens, targets, mask) without the padding."""
         return _cross_entropy(model(batch[0]), *batch[1:])
 
     def losses(
         self,
-        params: dict[str, Tensor],  # (P, ...) each
+        params: Params,  # (P, ...) each
         batch: tuple[Tensor, ...],  # (P, b, ...) each, or (b, ...) if shared
         shared: bool = False,
     ) -> Tensor:
-        """The loss of every particle, (P,): sum them and differentiate, they do not interact.
+        """The loss of each of P nets, (P,). They do not interact: differentiate their sum.
 
-        An MLP takes its parameters stacked, several times faster than a loop; the other families go
-        through vmap, which on a CPU takes about as long as a loop.
+        An MLP takes stacked parameters, which is several times faster than a loop over nets. The
+        other families use vmap, which on a CPU takes about as long as a loop.
         """
         model = _skeleton(self)
         if self.family == "mlp":
@@ -157,10 +150,10 @@ class Task:
             logits = functional_call(model, params, (x,))  # (P, b, classes)
             return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
 
-        def one(p: dict[str, Tensor], b: tuple[Tensor, ...]) -> Tensor:
+        def loss(p: Params, b: tuple[Tensor, ...]) -> Tensor:  # of one net
             return _cross_entropy(functional_call(model, p, (b[0],)), *b[1:])
 
-        return torch.vmap(one, in_dims=(0, None if shared else 0))(params, tuple(batch))
+        return torch.vmap(loss, in_dims=(0, None if shared else 0))(params, tuple(batch))
 
 
 @functools.cache
@@ -182,7 +175,7 @@ def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Ten
 
 
 class Kind(NamedTuple):
-    """What tasks of one kind share; width and depth complete them."""
+    """What all tasks of a kind have in common: everything but width and depth."""
 
     family: str
     dataset: str
@@ -193,9 +186,9 @@ class Kind(NamedTuple):
     size: int | None = None
 
 
-# The paper's kinds, those on data that needs no download, those on data of one's own.
-# DIVERGES: the paper does not give the patch size of the ViT, the ResNet's batch size and the
-# sequence length of the deep LM: 4, 128 and that of the other LMs are ours.
+# The paper's kinds; ours on data that needs no download; ours on data of your own.
+# DIVERGES: the paper does not give the patch size of the ViTs (here 4), the batch size of the
+# ResNets (128) and the sequence length of the deep LM (64, that of the other LMs).
 KINDS = {
     "in32_mlp": Kind("mlp", "imagenet32", (3, 32, 32), 1000, 4096),
     "in64_mlp": Kind("mlp", "imagenet64", (3, 64, 64), 1000, 4096),
@@ -213,40 +206,33 @@ KINDS = {
     "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
     "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),
 }
-WIDTHS = {
-    "in32_mlp": (128, 256, 512, 1024, 2048, 4096, 8192),
-    "in64_mlp": (128, 256, 512, 1024, 2048, 4096),
-    "c10_mlp": (128, 256, 512, 1024, 2048, 4096, 8192),  # one row is mislabelled: 1024 is meant
-    "vit": (192, 384, 768, 1024, 2048, 3072),
-    "lm": (192, 384, 768, 1024, 2048, 3072),
-}
-HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}
-DEEP = {  # what the paper's three deep tasks have of their own
+HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # by width
+MLP_WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+# The paper mislabels a row of the c10_mlp tasks: width 1024 is meant.
+WIDTHS = {"in32_mlp": MLP_WIDTHS, "in64_mlp": MLP_WIDTHS[:-1], "c10_mlp": MLP_WIDTHS}
+WIDTHS |= {"vit": HEADS, "lm": HEADS}
+DEEP = {  # the paper's deep tasks, and where they differ from their kind
     "in32_mlp_w1024_d16": {"batch_size": 128},
     "vit_w1024_d16": {"batch_size": 128, "heads": 3},
     "lm_w1024_d16": {"batch_size": 128, "heads": 3},
 }
 PAPER = [f"{kind}_w{w}_d3" for kind, widths in WIDTHS.items() for w in widths]
 PAPER += [*DEEP, *(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048))]
-DESK = [
-    f"{kind}_w{w}_d3"
-    for kind in ("fashion_mlp", "fashion8_mlp", "teacher_mlp")
-    for w in (16, 32, 64)
-]
+DESK = [f"{kind}_mlp_w{w}_d3" for kind in ("fashion", "fashion8", "teacher") for w in (16, 32, 64)]
 DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64"]
 
 
 def default_heads(width: int) -> int:
-    """The paper's number of heads at its widths; elsewhere the fewest of at most 64 that fit."""
+    """The paper's heads at its widths; else as few as divide the width into at most 64 per head."""
     fitting = [h for h in range(1, max(1, width // 16) + 1) if width % h == 0 and width // h <= 64]
     return HEADS.get(width) or (fitting[0] if fitting else 1)
 
 
 def get(name: str, **changes) -> Task:
-    """The task of this name, such as in32_mlp_w128_d3 or resnet_w128; `changes` replace its fields.
+    """The task of this name, such as in32_mlp_w128_d3 or resnet_w128, with some fields changed.
 
-    get(name, rules=()) is SP; get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes of
-    any UTF-8 file.
+    get(name, rules=()) is in SP. get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes
+    of a UTF-8 file.
     """
     match = re.fullmatch(r"(\w+?)_w(\d+)(?:_d(\d+))?", name)
     kind = match and KINDS.get(match[1])
@@ -259,9 +245,6 @@ def get(name: str, **changes) -> Task:
     if kind.family in ("vit", "lm"):
         fields["heads"] = default_heads(width)
     return Task(**(fields | DEEP.get(name, {}) | changes))
-
-
-# ---------------------------------------------------------------- command line
 
 
 def _count(task: Task) -> int:
@@ -288,11 +271,9 @@ def _show(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The tasks that learned optimizers train.")
+    parser = argparse.ArgumentParser(description="The tasks that learned optimizers train on.")
     parser.add_argument("what", nargs="*", help="a task's name, or: download DATASET")
-    parser.add_argument(
-        "--data-dir", help="where to download to (default: $MULO_DATA, else ./data)"
-    )
+    parser.add_argument("--data-dir", help="for downloads (default: $MULO_DATA, else ./data)")
     args = parser.parse_args()
     try:
         if not args.what:

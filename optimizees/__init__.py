@@ -1,1 +1,1 @@
-"""The nets that optimizers train, and their data: `models`, `datasets`, `files`."""
+"""The nets that learned optimizers train, and their data: `models`, `datasets`, `files`."""

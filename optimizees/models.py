@@ -1,7 +1,7 @@
-"""The optimizees of the paper: MLP, ViT, decoder-only transformer and ResNet.
+"""The paper's optimizees: MLP, ViT, decoder-only transformer (LM) and ResNet, at any width.
 
-Plain modules of any width, with nothing of μP in them but the scale of attention logits, which they
-are given. How they are initialised, and their outputs multiplied, is `roles.py`'s business.
+Plain PyTorch modules. The only part of μP here is the scale of attention logits; `roles.py` and
+`Task.init` in `tasks.py` take care of initialization and output multipliers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
-    """A linear layer whose parameters may be stacked, (P, out, in): it then takes x (P, b, in).
+    """nn.Linear that also takes stacked parameters: weight (P, out, in) and x (P, b, in).
 
-    As W x^T: the gradient of W is then laid out as W is.
+    Stacked, it computes W x^T, so that the gradient of W is contiguous like W.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -25,15 +25,13 @@ class Linear(nn.Linear):
         return torch.baddbmm(self.bias.unsqueeze(2), self.weight, x.mT).mT
 
 
-class Table(nn.Embedding):
-    """An embedding that is not filled when it is made: `Task.init` does that."""
-
-    def reset_parameters(self) -> None:
-        pass
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """nn.Embedding without its default init, which on the meta device takes a second of imports."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 class MLP(nn.Module):
-    """`depth` weight layers, as the paper counts: input, depth - 2 hidden, output; ReLU between."""
+    """An MLP of `depth` weight layers, as the paper counts: input, depth - 2 hidden, output."""
 
     def __init__(self, inputs: int, classes: int, width: int, depth: int):
         super().__init__()
@@ -49,18 +47,18 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention; logits are divided by d_head under μP, by its root in SP (scale_power).
+    """Multi-head self-attention with logits scaled by d_head^logit_power: -1 in μP, -1/2 in SP.
 
-    DIVERGES: the paper does not say; 1/d_head is what its code and μP for Adam use.
+    DIVERGES: the paper does not give the scale; 1/d_head is what its code and μP for Adam use.
 
-    d_head is width // heads: where heads do not divide the width, as in the paper's deep tasks
-    (3 heads of 1024), the inner width is the multiple below it.
+    d_head is width // heads. If heads do not divide the width (the paper's deep tasks have 3 heads
+    at width 1024), queries, keys and values are heads * d_head wide, a little less than the width.
     """
 
-    def __init__(self, width: int, heads: int, causal: bool, scale_power: float):
+    def __init__(self, width: int, heads: int, causal: bool, logit_power: float):
         super().__init__()
         self.heads, self.causal, self.d_head = heads, causal, width // heads
-        self.scale = self.d_head**scale_power
+        self.scale = self.d_head**logit_power
         self.qkv = nn.Linear(width, 3 * heads * self.d_head, bias=False)
         self.proj = nn.Linear(heads * self.d_head, width, bias=False)
 
@@ -69,79 +67,67 @@ class Attention(nn.Module):
         logits = q @ k.mT * self.scale  # (b, heads, t, t)
         if self.causal:
             t = x.shape[1]
-            above = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
-            logits = logits.masked_fill(above, -math.inf)
+            future = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
+            logits = logits.masked_fill(future, -math.inf)
         return self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, ffn: int, causal: bool, scale_power: float):
+    def __init__(self, width: int, heads: int, causal: bool, logit_power: float):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal, scale_power)
-        self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
+        self.attention = Attention(width, heads, causal, logit_power)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # (b, t, width)
         x = x + self.attention(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class ViT(nn.Module):
-    """Patches, learned positions, blocks, the mean over tokens, a linear head."""
+    """A vision transformer with learned positions; the head sees the mean over tokens."""
 
     def __init__(
-        self,
-        shape: tuple,
-        classes: int,
-        width: int,
-        depth: int,
-        heads: int,
-        patch: int,
-        power: float,
-    ):
+        self, shape: tuple, classes: int, width: int, depth: int, heads: int, patch: int,
+        logit_power: float,
+    ):  # fmt: skip
         super().__init__()
-        channels, height, across = shape
-        self.patch = nn.Conv2d(channels, width, patch, stride=patch)
-        self.positions = Table((height // patch) * (across // patch), width)
-        self.blocks = nn.ModuleList(
-            Block(width, heads, 4 * width, False, power) for _ in range(depth)
-        )
+        c, h, w = shape
+        self.patch = nn.Conv2d(c, width, patch, stride=patch)
+        self.positions = embedding((h // patch) * (w // patch), width)
+        blocks = (Block(width, heads, False, logit_power) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
-    def forward(self, x: Tensor) -> Tensor:  # (b, channels, height, width)
+    def forward(self, x: Tensor) -> Tensor:  # (b, c, h, w) -> (b, classes)
         x = self.patch(x).flatten(2).mT + self.positions.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(1))
+        return self.head(self.norm(self.blocks(x)).mean(1))
 
 
 class LM(nn.Module):
-    """A decoder-only transformer over tokens; the readout is not tied to the embedding."""
+    """A decoder-only transformer whose readout is not tied to the embedding."""
 
     def __init__(
-        self, vocabulary: int, length: int, width: int, depth: int, heads: int, power: float
+        self, vocabulary: int, length: int, width: int, depth: int, heads: int, logit_power: float
     ):
         super().__init__()
-        self.tokens, self.positions = Table(vocabulary, width), Table(length, width)
-        self.blocks = nn.ModuleList(
-            Block(width, heads, 4 * width, True, power) for _ in range(depth)
-        )
+        self.tokens, self.positions = embedding(vocabulary, width), embedding(length, width)
+        blocks = (Block(width, heads, True, logit_power) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:  # (b, t) -> (b, t, vocabulary)
         x = self.tokens(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(x)))
 
 
 GROUPS = 4  # of the ResNet's GroupNorm
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions, normalised, around a skip."""
+    """Two 3x3 convolutions with GroupNorm, and a skip connection."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -157,23 +143,23 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-18 for small images (3x3 stem, no pooling); `width` is the channels of its last stage.
+    """ResNet-18 for small images: 3x3 stem, no pooling; `width` is the channels of the last stage.
 
-    DIVERGES: the paper gives widths only. GroupNorm, not BatchNorm: running statistics are state
-    outside the parameters, which neither functional calls nor stacked particles can share.
+    DIVERGES: the paper gives widths only. GroupNorm replaces BatchNorm, whose running statistics
+    are state outside the parameters: functional calls and stacked nets have no place for it.
     """
 
     def __init__(self, channels: int, classes: int, width: int):
         super().__init__()
-        stages = [width // 8, width // 4, width // 2, width]
-        self.stem = nn.Conv2d(channels, stages[0], 3, padding=1, bias=False)
-        self.norm = nn.GroupNorm(GROUPS, stages[0])
+        inputs = width // 8
+        self.stem = nn.Conv2d(channels, inputs, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(GROUPS, inputs)
         blocks = []
-        for k, (inputs, outputs) in enumerate(zip([stages[0], *stages], stages, strict=False)):
-            blocks += [ResidualBlock(inputs, outputs, 1 if k == 0 else 2)]
-            blocks += [ResidualBlock(outputs, outputs, 1)]
+        for outputs, stride in ((width // 8, 1), (width // 4, 2), (width // 2, 2), (width, 2)):
+            blocks += [ResidualBlock(inputs, outputs, stride), ResidualBlock(outputs, outputs, 1)]
+            inputs = outputs
         self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(width, classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # (b, channels, h, w) -> (b, classes)
         x = self.blocks(self.norm(self.stem(x)).relu())
         return self.head(x.mean((2, 3)))

@@ -1,4 +1,4 @@
-"""Tasks: the paper's table by hand, stacked nets against single ones, and μP on all families."""
+"""Tasks: the paper's table, stacked nets against single ones, and μP in all families."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-# Derived by hand from the table of tasks, not from the code.
+# Numbers of parameters, derived by hand from the paper's tables and not from the code.
 
 
 def mlp_count(inputs, classes, w, depth):
@@ -216,7 +216,7 @@ def test_text_is_looked_for_in_data_dir(tmp_path):
         tasks.get("text_lm_w32_d1", dataset="text:book.txt").data(tmp_path)
 
 
-def test_roles_are_ours_to_edit():
+def test_edited_roles_do_not_change_the_task():
     tasks.get("fashion_mlp_w16_d3").roles()["head.weight"] = "hidden"
     assert tasks.get("fashion_mlp_w16_d3").roles()["head.weight"] == "output"
 
@@ -230,52 +230,37 @@ def test_pixels():
     assert targets.max() <= 15
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "shared"),
+    [(torch.float64, False), (torch.float64, True), (torch.float32, False)],
+)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_stacked_is_a_loop(name, shared):
-    """Losses and gradients of P stacked nets equal those of P single ones."""
-    P = 3
-    task = tasks.get(name)
-    data = task.data()
-    batch = data.batch(seeded(1), 6, None if shared else P)
-    params = {n: p.double() for n, p in task.init(P, seeded(), zero_output=False).items()}
-    batch = tuple(b.double() if b.is_floating_point() else b for b in batch)
-    for p in params.values():
-        p.requires_grad_()
+def test_stacked_is_a_loop(name, dtype, shared):
+    """Losses and gradients of P stacked nets equal those of P single nets."""
+    P, task = 3, tasks.get(name)
+    batch = task.data().batch(seeded(1), 6, None if shared else P)
+    batch = tuple(b.to(dtype) if b.is_floating_point() else b for b in batch)
+    params = task.init(P, seeded(), zero_output=False)
+    params = {n: p.to(dtype).requires_grad_() for n, p in params.items()}
     losses = task.losses(params, batch, shared)
     assert losses.shape == (P,)
     grads = torch.autograd.grad(losses.sum(), list(params.values()))
     for k in range(P):
-        model = task.skeleton().to_empty(device="cpu").double()
+        model = task.skeleton().to_empty(device="cpu").to(dtype)
         model.load_state_dict({n: p[k].detach() for n, p in params.items()})
         loss = task.loss(model, batch if shared else tuple(b[k] for b in batch))
         loss.backward()
         torch.testing.assert_close(losses[k], loss, rtol=1e-5, atol=0)
         for (n, p), g in zip(model.named_parameters(), grads, strict=True):
-            torch.testing.assert_close(g[k], p.grad, rtol=1e-5, atol=1e-9, msg=n)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_stacked_in_float32(name):
-    """Losses and gradients to 1e-5 of a tensor's own gradient."""
-    task = tasks.get(name)
-    batch = task.data().batch(seeded(1), 16, 4)
-    params = {n: p.requires_grad_() for n, p in task.init(4, seeded(), zero_output=False).items()}
-    losses = task.losses(params, batch)
-    grads = torch.autograd.grad(losses.sum(), list(params.values()))
-    for k in range(4):
-        model = task.skeleton().to_empty(device="cpu")
-        model.load_state_dict({n: p[k].detach() for n, p in params.items()})
-        loss = task.loss(model, tuple(b[k] for b in batch))
-        loss.backward()
-        torch.testing.assert_close(losses[k], loss, rtol=1e-5, atol=0)
-        for (n, p), g in zip(model.named_parameters(), grads, strict=True):
-            assert float((g[k] - p.grad).norm()) <= 1e-5 * float(p.grad.norm()) + 1e-9, n
+            if dtype == torch.float64:
+                torch.testing.assert_close(g[k], p.grad, rtol=1e-5, atol=1e-9, msg=n)
+            else:
+                assert float((g[k] - p.grad).norm()) <= 1e-5 * float(p.grad.norm()) + 1e-9, n
 
 
 @pytest.mark.parametrize("name", ["fashion_mlp_w16_d3", "teacher_mlp_w16_d3", *FAMILIES])
 def test_desk_tasks_learn(name):
-    """A few steps of Adam on embedded data bring the loss below that of a guess."""
+    """A few steps of Adam on embedded data bring the loss below that of guessing."""
     task = tasks.get(name)
     data, model, generator = task.data(), task.model(seeded()), seeded(1)
     groups = mulo.param_groups(model, task.roles())
@@ -290,26 +275,25 @@ def test_desk_tasks_learn(name):
     assert min(losses[-5:]) < losses[0] - 0.1
 
 
-CHECKS = {  # kind: widths, batch, repeats, more
+CHECKS = {  # kind: widths, batch size, repeats, other fields
     "fashion8_mlp_w{}_d3": ([64, 128, 256, 512], 64, 4, {}),
-    "fashion_vit_w{}_d2": ([128, 512], 16, 4, {"heads": 2}),
-    "pixels_lm_w{}_d2": ([64, 256], 8, 10, {"heads": 2}),
-    "fashion_resnet_w{}": ([64, 512], 32, 6, {}),
+    "fashion_vit_w{}_d2": ([128, 512], 8, 3, {"heads": 2}),
+    "pixels_lm_w{}_d2": ([64, 256], 4, 8, {"heads": 2}),
+    "fashion_resnet_w{}": ([64, 384], 32, 6, {}),
 }
 
 
 @pytest.mark.parametrize("kind", CHECKS)
 def test_coordinate_check_with_adam(kind):
-    """Over the first steps: slopes within 0.1 under μP for every layer, and not in SP."""
-    widths, batch, repeats, more = CHECKS[kind]
-    data = tasks.get(kind.format(widths[0])).data()
-    b = data.batch(seeded(1), batch)
+    """In the first steps the slopes of all layers are within 0.1 under μP, and far off in SP."""
+    widths, size, repeats, fields = CHECKS[kind]
+    batch = tasks.get(kind.format(widths[0])).data().batch(seeded(1), size)
     worst = {}
-    for rules, times in ((ALL, repeats), ((), 1)):  # what is far off needs no averages
+    for rules, times in ((ALL, repeats), ((), 1)):  # SP is so far off that it needs no averaging
         seeds = itertools.count()
 
         def setup(width, rules=rules, seeds=seeds):
-            task = tasks.get(kind.format(width), rules=rules, **more)
+            task = tasks.get(kind.format(width), rules=rules, **fields)
             model = task.model(seeded(next(seeds)))
             groups = mulo.param_groups(model, task.roles(), rules)
             opt = torch.optim.Adam(
@@ -318,12 +302,12 @@ def test_coordinate_check_with_adam(kind):
 
             def train():
                 opt.zero_grad()
-                task.loss(model, b).backward()
+                task.loss(model, batch).backward()
                 opt.step()
 
             return model, train
 
-        result = coordinate_check(setup, b[0], widths, steps=3, repeats=times)
+        result = coordinate_check(setup, batch[0], widths, steps=3, repeats=times)
         worst[rules] = max(float(s.abs().max()) for s in result.slopes.values())
     assert worst[ALL] <= 0.1
     assert worst[()] > 0.4
