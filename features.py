@@ -77,8 +77,9 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def send(x: Tensor, device: torch.device) -> Tensor:
+def send(x: Tensor, device: torch.device | str) -> Tensor:
     """x on the device, without waiting for it: from pinned memory, as part of its stream."""
+    device = torch.device(device)
     x = x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x
     return x.to(device, non_blocking=True)
 
@@ -125,6 +126,11 @@ def mean_over(x: Tensor, keep: int) -> Tensor:
 def or_one(x: Tensor, factor: float = 1.0) -> Tensor:
     """factor * x, or 1 where x counts as zero."""
     return torch.where(x <= TINY, torch.ones_like(x), factor * x)
+
+
+def over(x: Tensor, unit: Tensor | None) -> Tensor:
+    """x / unit, or x itself if there is none."""
+    return x if unit is None else x / unit
 
 
 # ---------------------------------------------------------------- accumulators
@@ -200,16 +206,17 @@ def parameter_features(
     M, r, c = acc.M, acc.r, acc.c
     p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
     e = epsilons(V, r, eps)
-    inv_M, inv_V = (V + e.M).rsqrt(), (V + e.V).rsqrt()
+    inv_M = (V + e.M).rsqrt()
+    inv_V = inv_M if e.V is e.M else (V + e.V).rsqrt()
     F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
     x = {"g": g}
     if kind != "small_fc":
         x["clip(g)"] = g.clamp(-0.1, 0.1)
-    x |= {"p": p, "M": M, "V": V / e.unit_V, "M/sqrt(V)": M * inv_M, "1/sqrt(V)": inv_V}
+    x |= {"p": p, "M": M, "V": over(V, e.unit_V), "M/sqrt(V)": M * inv_M, "1/sqrt(V)": inv_V}
     x["g*F"] = g * F_g
     if kind == "velo":
         x["g/sqrt(V)"] = g * inv_M
-    x |= {"r": r / e.unit_r, "c": c / e.unit_r}
+    x |= {"r": over(r, e.unit_r), "c": over(c, e.unit_r)}
     x |= {"1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
     x["M*F"] = M * F_m
     return x
@@ -232,8 +239,8 @@ def feature_names(kind: str) -> tuple[str, ...]:
 class Epsilons(NamedTuple):
     """What keeps the features finite, per tensor: (S, 1, ...) or a number each."""
 
-    unit_V: Tensor | float  # V is divided by this before the network sees it
-    unit_r: Tensor | float  # so are r and c
+    unit_V: Tensor | None  # V is divided by this before the network sees it
+    unit_r: Tensor | None  # so are r and c
     M: Tensor | float  # added to V in M / sqrt(V)
     V: Tensor | float  # added to V in 1 / sqrt(V)
     r: Tensor | float  # added to r and c in 1 / sqrt(r), 1 / sqrt(c)
@@ -245,7 +252,7 @@ def epsilons(V: Tensor, r: Tensor, eps: Eps) -> Epsilons:
         V, r = mean_over(V, 1), mean_over(r, 2)
         return Epsilons(or_one(V), or_one(r), or_one(V, 1e-8), or_one(V, 1e-2), or_one(r, 1e-2))
     e6, e8 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-8))
-    return Epsilons(1.0, 1.0, e6, e6, e8)
+    return Epsilons(None, None, e6, e6, e8)
 
 
 def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[Tensor, Tensor]:
@@ -300,7 +307,7 @@ def annealing(t: Tensor, t_max: float | None, power: float) -> Tensor | float:
     """
     if t_max is None or not power:
         return 1.0
-    return (t_max / wide(t).clamp_min(t_max)) ** power
+    return (wide(t).clamp_min(t_max) / t_max) ** -power
 
 
 # ---------------------------------------------------------------- per-tensor features (VeLO)

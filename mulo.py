@@ -321,8 +321,9 @@ def advance_(
     stacks: list[Stack],  # T of them, of P tensors each
     grads: list[Tensor],  # (P, *shape) each
     values: Tensor,  # (4, P, T): t, scale, decay, eps_scale, as in `step`
+    count: bool = False,
 ) -> Tensor | int:
-    """Step the stacks in place; returns how many gradient entries were NaN or infinite."""
+    """Step the stacks in place; with `count`, return how many gradients were NaN or infinite."""
     bad, slow = 0, range(len(stacks))
     if backend == "kernel":
         fast = [n for n in slow if stacks[n].rows is not None]
@@ -337,7 +338,7 @@ def advance_(
         t, scale, decay, eps_scale = values[..., n]
         eps_scale = eps_scale if config.eps == "fan_in" else 1.0
         acc, p = pure(config, phi, x.acc, x.p, g, t, scale, x.dims, decay, eps_scale)
-        bad = bad + (~g.isfinite()).sum()
+        bad = bad + (~g.isfinite()).sum() if count else bad
         torch._foreach_copy_([x.p, *x.acc], [p, *acc])
     return bad
 
@@ -462,7 +463,7 @@ class MuLO(torch.optim.Optimizer):
 
     def _advance(self, *args) -> Tensor | int:
         """`advance_`: what a subclass may run elsewhere."""
-        return advance_(self.lo.config, *args)
+        return advance_(self.lo.config, *args, count=True)
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         found = [

@@ -47,11 +47,11 @@ def step(
         w = phi[f"w{k}"].mT.expand(y.shape[0], -1, -1)
         y = torch.baddbmm(phi[f"b{k}"].unsqueeze(-1), w, y.relu())
     d, m = y.unflatten(2, X.shape[2:]).unbind(1)
-    update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
     if config.net == "small_fc":
         scale = scale * features.annealing(t, config.t_max, config.anneal)
-    new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
-    return acc, new_p
+    d, e_m = trailing(scale, p.ndim) * d, (config.lam2 * m).exp()
+    p = p * (1 - trailing(decay, p.ndim))
+    return acc, torch.addcmul(p, d, e_m, value=-config.lam1)  # eq. 2 and 3
 
 
 def first_layer(

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from features import send
 from optimizees import files
 
 EMBEDDED = Path(__file__).parents[1] / "data" / "fashion10k"
@@ -89,11 +90,11 @@ class Images:
     def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
         """x (size, C, H, W) float32 and y (size,), or (particles, size, ...) each."""
         i = _draw(len(self), generator, size, particles)
-        rows = i.flatten().to(self.x.device)
-        x = self.x.view(len(self), -1).index_select(0, rows).to(self.device)  # (n, C H W) uint8
+        rows = send(i.flatten(), self.x.device)
+        x = send(self.x.view(len(self), -1).index_select(0, rows), self.device)  # (n, C H W) uint8
         x = self._buffer(x.shape).copy_(x) if self.device.type == "cpu" else x.float()
         torch.addcmul(self._shift, x, self._scale, out=x)
-        return x.view(*i.shape, *self.shape), self.y[i.to(self.device)]
+        return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
 
     def _buffer(self, shape: torch.Size) -> Tensor:
         """Uninitialized float32 memory on the CPU: that of an earlier batch, if it is free.
@@ -152,7 +153,7 @@ class Tokens:
     def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
         """tokens, targets and mask, (size, seq_len) or (particles, size, seq_len) each."""
         i = _draw(len(self), generator, size, particles)
-        rows = self._rows[i.to(self.data.device)].to(self.device).long()  # (..., seq_len + 1)
+        rows = send(self._rows[send(i, self.data.device)], self.device).long()  # (..., seq_len + 1)
         tokens, targets = rows[..., :-1], rows[..., 1:]
         return tokens.clamp_min(0), targets.clamp_min(0), targets >= 0
 
@@ -197,8 +198,10 @@ class Teacher:
         lead = (size,) if particles is None else (particles, size)
         z = torch.randn(*lead, self.dim, generator=generator, device=generator.device)
         e = z.new_empty(*lead, self.classes).exponential_(generator=generator)
-        x = z.to(self.device) * self.std
-        return x, (self.log_probs(x) - e.to(self.device).log()).argmax(-1)  # y by the Gumbel trick
+        x = send(z, self.device) * self.std
+        return x, (self.log_probs(x) - send(e, self.device).log()).argmax(
+            -1
+        )  # y by the Gumbel trick
 
     def floor(self, n: int = 100_000, seed: int = 0) -> float:
         """The Bayes loss, which is the mean entropy of p(y | x), estimated from n inputs."""

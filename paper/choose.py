@@ -153,12 +153,11 @@ def sha256(path: Path) -> str:
 RECORD = """\
 # Shipped learned optimizers
 
-`mulo.load("mulo_m")` reads `mulo_m.pt`, and so on. Each was chosen among the seeds below
-by its mean final loss on validation tasks that no evaluation uses, of other widths,
-after 500, 2,500 and 12,500 steps (`python evaluate.py choose`, which also wrote
-this file). Annealing beyond the horizon of 500 steps (`anneal` in the config) does not
-touch meta-training, which never gets there, but it counts in validation.
-Meta-loss: mean of the last 20 outer steps. SHA-256: of the shipped file.
+`mulo.load("mulo_m")` loads `mulo_m.pt`, and so on. `python evaluate.py choose` wrote this file. It
+chose each optimizer among the meta-training seeds below by its validation loss: the mean final loss
+after 500, 2,500 and 12,500 steps on tasks of other widths, which no evaluation uses. `anneal` in
+the config shrinks updates beyond 500 steps, the horizon of meta-training, so it matters in
+validation but not in meta-training. Meta-loss is the mean of the last 20 outer steps.
 
 | name | seed | | validation | meta-loss | minutes | commit | command |
 |---|---|---|---|---|---|---|---|
@@ -180,5 +179,7 @@ def write_record() -> None:
                 f"{run['meta_loss']:.4f} | {run['minutes']:.1f} | {run['commit']} | "
                 f"`{run['command']}` |"
             )
-    text = RECORD + "\n".join([*lines, "", "```text", *digests, "```", ""])
+    text = RECORD + "\n".join(
+        [*lines, "", "SHA-256 of the files:", "", "```text", *digests, "```", ""]
+    )
     write_atomically(checkpoints.SHIPPED / "README.md", text)

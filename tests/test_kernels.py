@@ -103,7 +103,8 @@ class Case:
                 x.rows = kernels.rows(x.p, x.acc, x.dims)
                 assert x.rows is not None
         weights = Weights(self.config, self.phi, backend)
-        bad = mulo.advance_(self.config, backend, weights, stacks, grads, self.values)
+        args = self.config, backend, weights, stacks, grads, self.values
+        bad = mulo.advance_(*args, count=True)
         return stacks, int(bad)
 
     def compare(self, backend, grads, tolerance):
