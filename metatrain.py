@@ -3,7 +3,7 @@
     python metatrain.py                         # mulo_m at desk scale: minutes on a laptop
     python metatrain.py lo_m --seed 1           # the same recipe in standard parametrization
     python metatrain.py mulo_m --scale paper --device cuda     # the paper's recipe, on one GPU
-    python metatrain.py mulo_m --scale paper --dry-run         # the memory that would take
+    python metatrain.py mulo_m --scale paper --dry-run         # memory and time on a GPU, estimated
     torchrun --nproc-per-node 2 metatrain.py    # the perturbations split over processes
     python metatrain.py --resume runs/mulo_m_desk_seed0        # go on where a run stopped
 
@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import estimate
 import kernels
 import mulo
 import training
 from checkpoints import write_atomically
-from pes import Trainer, expected_memory, pes_gradient
+from pes import Trainer, pes_gradient
 
 __all__ = ["RECIPES", "Recipe", "Run", "Trainer", "pes_gradient", "recipe"]
 
@@ -76,6 +77,7 @@ class Recipe:
     weight_decay: float = 1e-4
     clip: float = 1.0  # of the meta-gradient's norm. DIVERGES: the reference clips the update
     backend: str = "auto"  # of the learned optimizer's step: see mulo.MuLO
+    tf32: bool = False  # matrix products of the nets in TF32, never the optimizer's
 
     def __post_init__(self):
         counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
@@ -358,7 +360,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checkpoint-every", type=float, default=10, metavar="MINUTES", help="(default: 10)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only tell the memory it would take")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only estimate memory and time on a GPU"
+    )
+    parser.add_argument(
+        "--card", default="a6000", help="for --dry-run: a6000, a100, or GB/s,TFLOP/s"
+    )
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     numbers = parser.add_argument_group("numbers of the recipe, to override (here: mulo_m's)")
     for field in dataclasses.fields(Recipe):
@@ -373,6 +380,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     numbers.add_argument("--kind", help="of task, see `python tasks.py`")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
+    numbers.add_argument(
+        "--tf32", action="store_true", default=None, help="the nets' matrix products in TF32"
+    )
     numbers.add_argument("--backend", choices=kernels.BACKENDS, help="of the optimizer's step")
     return parser
 
@@ -406,7 +416,8 @@ def main() -> None:
     try:
         if args.dry_run:
             r = recipe(args.recipe, args.scale, **_changes(args))
-            return print(expected_memory(Trainer(r, new_lo(r, "meta"), data=False)))
+            trainer = Trainer(r, new_lo(r, "meta"), data=False)
+            return print(estimate.report(trainer, estimate.card(args.card)))
         run = _start(args, start_processes(args.device))
         if args.device == "cpu" and run.trainer.r.scale == "desk":
             torch.set_num_threads(1)  # on tensors this small, threads only wait for each other

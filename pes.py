@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import features
 import mulo
@@ -138,7 +135,8 @@ class Particles:
     def inner_step(self, weights, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
         t = features.send(torch.cat([self.t, self.t]), self.xi.device)
-        losses, grads = training.gradients(self.task, self.theta, batch)
+        with training.matmul_precision("high" if self.r.tf32 else None):
+            losses, grads = training.gradients(self.task, self.theta, batch)
         self.opt.step(weights, self.state, self.theta, grads, losses, t)
         return losses
 
@@ -296,66 +294,3 @@ class Trainer:
         for groups, saved in zip(self.particles, state["particles"], strict=True):
             for p, s in zip(groups, saved, strict=True):
                 p.load_state_dict(s)
-
-
-def _is(x: object) -> bool:
-    return isinstance(x, Tensor)
-
-
-class Peak(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, on the meta device too, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.now, self.peak = set(), 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is(x)}
-        out = func(*args, **(kwargs or {}))
-        for x in filter(_is, tree_leaves(out)):
-            if x.untyped_storage()._cdata not in self.alive | given:  # not a view of an argument
-                self._add(x.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self.alive.add(key)
-        self.now += size
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self.alive.discard(key)
-        self.now -= size
-
-
-def inner_peak(task: tasks.Task, particles: Particles) -> int:
-    """The bytes that an inner step takes beyond what is there before it."""
-    n, size = 2 * len(particles.t), particles.r.batch_size
-    with Peak() as peak:
-        x = torch.zeros(n, size, *task.shape, device=particles.xi.device)
-        batch = (x, torch.zeros(n, size, device=x.device, dtype=torch.long))
-        if task.family == "lm":
-            batch = (x.long(), x.long(), x.bool())
-        phi = torch.zeros(n, particles.xi.shape[1], device=x.device)
-        particles.inner_step(particles.opt.prepare(unflatten(phi, particles.lo)), batch)
-    return peak.peak
-
-
-def expected_memory(trainer) -> str:
-    """What a run would take, from a metatrain.Trainer on the meta device: one inner step a task."""
-    r, lines, kept, most = trainer.r, [], 0, 0
-    for task, groups in zip(trainer.tasks, trainer.particles, strict=True):
-        held = [*(x for p in groups for d in (p.theta, p.state) for x in d.values())]
-        held = sum(x.nbytes for x in [*held, *(p.xi for p in groups)])
-        n, peak = len(groups[0].t), inner_peak(task, groups[0])
-        kept, most = kept + held, max(most, peak)
-        lines.append(
-            f"{task.name}: nets and their state {held / 2**30:.2f} GiB, while {2 * n} of "
-            f"{2 * r.pairs} nets train {peak / 2**30:.2f} GiB more"
-        )
-    lines.append(
-        f"{r.name}, {len(trainer.phi):,} weights: about {(kept + most) / 2**30:.2f} GiB in all, "
-        "and the data set; a smaller --micro-batch takes less"
-    )
-    return "\n".join(lines)

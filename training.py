@@ -13,10 +13,11 @@ which share it. `mulo.MuLO` is the optimizer for one net; both step by `mulo.adv
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,6 +41,17 @@ def gradients(task: tasks.Task, theta: Theta, batch: tuple[Tensor, ...]) -> tupl
         losses = task.losses(theta, batch)
         grads = torch.autograd.grad(losses.sum(), list(theta.values()))
     return losses.detach(), dict(zip(theta, grads, strict=True))
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str | None) -> Iterator[None]:
+    """Set torch's float32 matmul precision in a block: "high" is TF32 on a GPU; None: as it is."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision or before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def update_scales(task: tasks.Task) -> dict[str, float]:

@@ -251,17 +251,6 @@ def test_torchrun_resumes_bit_for_bit(processes, tmp_path):
     assert finished_run(tmp_path / "cut")[0] == finished_run(tmp_path / "whole")[0]
 
 
-@pytest.mark.parametrize(("backend", "low", "high"), [("auto", 3, 4), ("folded", 13, 16)])
-def test_dry_run(backend, low, high, monkeypatch, capsys):
-    """The paper's recipe on the meta device: what it would take, and nothing is trained."""
-    command = f"metatrain.py mulo_m --scale paper --dry-run --backend {backend}"
-    monkeypatch.setattr(sys, "argv", command.split())
-    metatrain.main()
-    *tasks, last = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in tasks] == [f"in32_mlp_w{w}_d3" for w in (128, 512, 1024)]
-    assert low < float(re.search(r"about (\S+) GiB in all", last)[1]) < high  # as the README says
-
-
 def test_messages(whole, tmp_path, complaint, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where no run is
     other = tmp_path / "other"

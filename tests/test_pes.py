@@ -9,7 +9,6 @@ import pytest
 import torch
 from golden_files import GOLDEN
 
-import bench
 import metatrain
 import pes
 import roles
@@ -254,41 +253,6 @@ def test_it_learns():
     trainer = trainer_of(widths=(8,), unroll=40, shortest=40, truncation=20)
     losses = [trainer.advance()["meta_loss"] for _ in range(100)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.02
-
-
-def test_expected_memory():
-    """The meta device's count is what torch's profiler sees on the CPU."""
-    r = metatrain.recipe("mulo_m", **(TINY | {"widths": (128,), "batch_size": 64}))
-    trainer = metatrain.Trainer(r, metatrain.new_lo(r))
-    [particles] = trainer.particles[0]
-    particles.truncation(trainer.phi.detach())
-    phi = torch.zeros(8, len(trainer.phi))
-
-    def inner() -> None:
-        batch = (torch.zeros(8, 64, 1, 8, 8), torch.zeros(8, 64, dtype=torch.long))
-        particles.inner_step(particles.opt.prepare(pes.unflatten(phi, trainer.lo)), batch)
-
-    with pes.Peak() as peak:
-        inner()
-    assert peak.peak == pytest.approx(bench.extra_bytes(inner), rel=0.05)
-    meta = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
-    expected, [groups] = pes.inner_peak(meta.tasks[0], meta.particles[0][0]), meta.particles
-    assert expected == pytest.approx(peak.peak, rel=0.01)
-    held = sum(x.nbytes for x in (*groups[0].theta.values(), *groups[0].state.values()))
-    per_net = 26_122 * (1 + 3 + 1) * 4  # parameters, M and V: the rest is rows and columns
-    assert 8 * per_net < held < 1.1 * 8 * per_net
-    assert "while 8 of 8 nets train 0.0" in pes.expected_memory(meta)
-
-
-def test_views_and_in_place_steps_take_no_memory():
-    old = torch.zeros(1000)
-    with pes.Peak() as peak:
-        old.view(10, 100).add_(1)
-        kept = old * 2
-        old * 3
-    assert peak.peak == 8000
-    del kept
-    assert peak.now == 0
 
 
 def test_diverged_nets_are_counted_and_stop_a_run():

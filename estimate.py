@@ -1,0 +1,171 @@
+"""What a meta-training run would take on a GPU that is not here: memory and time, as estimates.
+
+    python metatrain.py mulo_m --scale paper --dry-run                  # on an A6000
+    python metatrain.py mulo_m --scale paper --dry-run --card a100
+    python metatrain.py mulo_m --scale paper --dry-run --card 1000,60   # GB/s, TFLOP/s
+
+Everything is built on the meta device, where tensors have no data, and one inner step of each task
+is run under a mode that counts: the bytes that are alive, and each operation's bytes and FLOPs. An
+operation takes the longest of: its bytes over the card's bandwidth, its FLOPs over the card's
+speed, and a launch. The step of the learned optimizer's kernels is counted by hand (`step_cost`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import pes
+import tasks
+
+CONTEXT = 0.6 * 2**30  # bytes of a CUDA context and of cuBLAS workspaces, about
+LAUNCH = 4e-6  # seconds between the starts of two small kernels from Python
+BUSY_MEMORY, BUSY_MATMUL = 0.8, 0.75  # of its peak that a kernel reaches
+LAUNCHES = 12  # of the Triton kernels per inner step
+PAPER_HOURS = {"mulo_s": 8, "lo_s": 8, "mulo_m": 103, "lo_m": 103, "muvelo_m": 250, "velo_m": 250}
+DATASETS = {  # bytes of the training split, which stays on the device if it fits
+    "imagenet32": 1_281_167 * 3 * 32**2,
+    "imagenet64": 1_281_167 * 3 * 64**2,
+    "cifar10": 50_000 * 3 * 32**2,
+    "fashion": 60_000 * 28**2,
+    "fashion10k": 10_000 * 28**2,
+}
+
+
+class Card(NamedTuple):
+    """A GPU by its data sheet."""
+
+    name: str
+    bandwidth: float  # bytes/s
+    fp32: float  # FLOP/s
+    tf32: float  # FLOP/s of matrix products in TF32
+
+
+CARDS = {
+    "a6000": Card("A6000", 768e9, 38.7e12, 77.4e12),
+    "a100": Card("A100", 1555e9, 19.5e12, 156e12),
+}
+
+
+def card(text: str) -> Card:
+    """A card by name, or by "GB/s,TFLOP/s"."""
+    if text.lower() in CARDS:
+        return CARDS[text.lower()]
+    try:
+        bandwidth, flops = (float(x) for x in text.split(","))
+    except ValueError:
+        names = ", ".join(CARDS)
+        raise ValueError(f"unknown card {text!r}: use one of {names}, or GB/s,TFLOP/s.") from None
+    return Card(
+        f"{bandwidth:g} GB/s, {flops:g} TFLOP/s", bandwidth * 1e9, flops * 1e12, flops * 1e12
+    )
+
+
+class Count(TorchDispatchMode):
+    """Counts the bytes that are alive, and the bytes and FLOPs of every operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.now, self.peak = set(), 0, 0
+        self.operations: list[tuple[int, int]] = []  # bytes, FLOPs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        out = func(*args, **kwargs)
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        storages = {x.untyped_storage()._cdata for x in given}
+        for x in made:
+            if x.untyped_storage()._cdata not in self.alive | storages:  # not a view of an argument
+                self._add(x.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **kwargs, out_val=out) if count else 0
+            self.operations.append((sum(x.nbytes for x in (*given, *made)), flops))
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.alive.add(key)
+        self.now += size
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self.alive.discard(key)
+        self.now -= size
+
+    def seconds(self, on: Card, tf32: bool) -> float:
+        speed = BUSY_MATMUL * (on.tf32 if tf32 else on.fp32)
+        memory = BUSY_MEMORY * on.bandwidth
+        return sum(max(LAUNCH, size / memory, flops / speed) for size, flops in self.operations)
+
+
+def inner_step(task: tasks.Task, particles: pes.Particles) -> Count:
+    """One inner step of some particles on the meta device, counted."""
+    n, size = 2 * len(particles.t), particles.r.batch_size
+    with Count() as count:
+        x = torch.zeros(n, size, *task.shape, device=particles.xi.device)
+        batch = (x, torch.zeros(n, size, device=x.device, dtype=torch.long))
+        if task.family == "lm":
+            batch = (x.long(), x.long(), x.bool())
+        phi = torch.zeros(n, particles.xi.shape[1], device=x.device)
+        particles.inner_step(particles.opt.prepare(pes.unflatten(phi, particles.lo)), batch)
+    return count
+
+
+def step_cost(config, entries: int) -> tuple[float, float]:
+    """Bytes and FLOPs of a kernel's step: three passes over p, g, M, V; the network per entry."""
+    h, dense = config.hidden_size, 16 if config.net == "small_fc" else 18
+    network = 2 * (dense * h + (config.hidden_layers - 1) * h * h + 2 * h)
+    return 72.0 * entries, (network + 150.0) * entries  # 4 + 40 + 28 bytes; features, exp, sums
+
+
+def task_estimate(trainer: pes.Trainer, index: int, on: Card) -> tuple[int, int, float]:
+    """Of one task: bytes held, bytes more while nets train, seconds of a truncation."""
+    task, groups, r = trainer.tasks[index], trainer.particles[index], trainer.r
+    held = [x for p in groups for d in (p.theta, p.state) for x in d.values()]
+    held = sum(x.nbytes for x in [*held, *(p.xi for p in groups)])
+    count = inner_step(task, groups[0])
+    seconds = count.seconds(on, r.tf32)
+    if groups[0].opt.backend == "kernel":
+        entries = sum(p.numel() for p in groups[0].theta.values())
+        size, flops = step_cost(trainer.lo.config, entries)
+        compute = flops / (BUSY_MATMUL * on.fp32)
+        seconds += size / (BUSY_MEMORY * on.bandwidth) + compute + LAUNCHES * LAUNCH
+    return held, count.peak, seconds * r.truncation * len(groups)
+
+
+def report(trainer: pes.Trainer, on: Card) -> str:
+    """Memory and time of a run, from a Trainer on the meta device, in sentences."""
+    r, lines, parts = trainer.r, [], []
+    for k, task in enumerate(trainer.tasks):
+        held, more, seconds = part = task_estimate(trainer, k, on)
+        parts.append(part)
+        lines.append(
+            f"{task.name}: nets and their state {held / 2**30:.2f} GiB, while "
+            f"{2 * len(trainer.particles[k][0].t)} of {2 * r.pairs} nets train "
+            f"{more / 2**30:.2f} GiB more; {seconds:.2f} s per truncation of {r.truncation} steps"
+        )
+    held, more, seconds = zip(*parts, strict=True)
+    data = DATASETS.get(trainer.tasks[0].dataset, 0)
+    total, outer = sum(held) + max(more) + data + CONTEXT, sum(seconds)
+    lines.append(
+        f"{r.name}, {len(trainer.phi):,} weights: about {total / 2**30:.2f} GiB, of which the data "
+        f"set {data / 2**30:.2f} and the CUDA context {CONTEXT / 2**30:.1f}; a smaller "
+        "--micro-batch takes less"
+    )
+    hours = outer * r.steps / 3600
+    paper = f" (the paper: {PAPER_HOURS[r.name]} h)" if r.scale == "paper" else ""
+    lines.append(
+        f"Estimated on an {on.name}: {outer:.1f} s per outer step, {hours:.1f} h for {r.steps:,} "
+        f"steps{paper}. Not measured: counted bytes, FLOPs and launches, at {BUSY_MEMORY:.0%} of "
+        f"the card's bandwidth and {BUSY_MATMUL:.0%} of its FLOP/s."
+    )
+    return "\n".join(lines)
