@@ -1,0 +1,531 @@
+"""The step of a learned optimizer on GPUs: Triton kernels, in place, all tensors of a net at once.
+
+    bad = step_(config, rows, values)  # one row per tensor, see kernels.ROW
+
+A step is six passes, each one launch for all tensors (one for each pair of dtypes of p and g). No
+feature of an entry is stored.
+
+    means       partial sums of g^2 along rows and columns        reads g
+    factor      r and c move towards the means                    reads and writes r, c
+    sides       factors of F_grad and F_mom, features of r and c  reads r, c
+    accumulate  M, V; sums of squares of the dense features       reads p, g, M, V; writes M, V
+    fold        1/RMS, time and the features of r and c into W0   reads the weights
+    update      the network, and p                                reads p, g, M, V; writes p
+
+Layout. A tensor is (A, X, B, Y, C): X and Y are factored, A, B and C are batch. r and c live on its
+two *sides*: the x side (A, X, B, C), averaged over Y, and the y side (A, B, Y, C), averaged over X;
+`kind` says which of them is r. A vector has only a y side, as long as itself, where r = c. A side
+is cut into blocks of N entries along X or Y, at one batch index; a tensor into tiles of R rows
+(along X) and W columns (along Y and C, which are contiguous).
+
+A program finds its tensor and its block or tile in `index`, the tensor's addresses, sizes and
+numbers in `rows`, and where intermediate results lie in the buffer `work` in `plan`. `index` and
+`plan` depend on shapes alone: they are built once. Every sum is a sum of tiles' sums, in a fixed
+order: results are reproducible, and long rows keep their digits. Names and formulas are those of
+features.py.
+"""
+
+# ruff: noqa: RUF005 (Triton knows no (*x, y))
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections import namedtuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from features import send
+
+N = tl.constexpr(128)  # entries of a block of a side
+MEANS_R, MEANS_W = tl.constexpr(32), tl.constexpr(64)  # a tile of `means`
+TIMESCALES = tl.constexpr((1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000))
+TINY, INFINITY = tl.constexpr(1e-28), tl.constexpr(math.inf)
+FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
+DTYPES = (tl.float32, tl.bfloat16, tl.float16)
+# Columns of the plan: places in `work`; those of the y side follow those of the x side.
+PARTS, VALUES, OUT, SUMS = (tl.constexpr(k) for k in (0, 2, 4, 6))
+SQUARES, V_SUMS, FOLDED, SQUARES_N, V_SUMS_N = (tl.constexpr(k) for k in range(8, 13))
+
+Row = namedtuple("Row", "p g M V r c net A X B Y C kind t scale decay eps n plan work")
+# Entries of a block and which of them exist; r, or c, there; entries of the side; its length along
+# X or Y; the first block at this batch index, how many there are, and how many the side has.
+Block = namedtuple("Block", "e ok r is_r n length first count blocks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a kernel is compiled for."""
+
+    config: object  # mulo.LOConfig
+    p_type: tl.dtype = tl.float32
+    g_type: tl.dtype = tl.float32
+    R: int = 8
+    W: int = 64
+
+    velo = property(lambda case: case.config.net == "velo")
+    relative = property(lambda case: case.config.eps == "relative")
+    safe_rms = property(lambda case: case.relative or case.config.eps_rms == 0)
+    clip = property(lambda case: 1000.0 if case.velo else 1e15)
+    shift = property(lambda case: 0.0 if case.config.spec == "paper" else 1.0)
+    t_max = property(lambda case: math.inf if case.config.t_max is None else case.config.t_max)
+    anneals = property(lambda case: case.t_max < math.inf and not case.velo)
+    F = property(lambda case: case.config.num_features)
+    D = property(lambda case: {39: 16, 30: 18, 29: 17}[case.F])  # dense features
+    H = property(lambda case: case.config.hidden_size)
+    HP = property(lambda case: triton.next_power_of_2(case.H if case.H <= 8 else max(case.H, 16)))
+    w1 = property(lambda case: 7 + case.F * case.H + case.H)  # after 7 rates, w0 and b0
+    layer = property(lambda case: case.H * case.H + case.H)  # floats of a hidden layer
+
+
+@triton.jit
+def job(rows, plan, index, work):
+    """A program's tensor, and its job: two numbers."""
+    index += 3 * tl.program_id(0)
+    at = rows + 16 * tl.load(index)
+    f, kind = at.to(FLOATS, bitcast=True) + 27, at.to(tl.pointer_type(tl.int32), bitcast=True) + 24
+    A, X, B = tl.load(at + 7), tl.load(at + 8), tl.load(at + 9)
+    Y, C = tl.load(at + 10), tl.load(at + 11)
+    row = Row(
+        tl.load(at), tl.load(at + 1), tl.load(at + 2).to(FLOATS), tl.load(at + 3).to(FLOATS),
+        tl.load(at + 4), tl.load(at + 5), tl.load(at + 6).to(FLOATS),
+        A.to(tl.int32), X.to(tl.int32), B.to(tl.int32), Y.to(tl.int32), C.to(tl.int32),
+        tl.load(kind), tl.load(f), tl.load(f + 1), tl.load(f + 2), tl.load(f + 3),
+        A * X * B * Y * C, plan + 16 * tl.load(index), work,
+    )  # fmt: skip
+    return row, tl.load(index + 1), tl.load(index + 2)
+
+
+@triton.jit
+def place(row, column):
+    return row.work + 4 * tl.load(row.plan + column)
+
+
+@triton.jit
+def gradient(row, at, ok, CASE: tl.constexpr):
+    """g, and g with NaN and infinities taken as 0, clipped."""
+    g = tl.load(row.g.to(tl.pointer_type(CASE.g_type)) + at, ok, 0.0).to(tl.float32)
+    clipped = tl.minimum(tl.maximum(g, -CASE.clip), CASE.clip)
+    return g, tl.where(tl.abs(g) < INFINITY, clipped, 0.0)
+
+
+@triton.jit
+def at_least(x, low):
+    return tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def safe(x, FACTOR: tl.constexpr):
+    """FACTOR * x, or 1 where x is as good as zero."""
+    return tl.where(x <= TINY, 1.0, FACTOR * x)
+
+
+@triton.jit
+def inverse_rms(ms, eps, CASE: tl.constexpr):
+    if CASE.safe_rms:
+        return tl.where(ms <= TINY, 0.0, tl.rsqrt(ms))
+    else:
+        return tl.rsqrt(ms + CASE.config.eps_rms * eps)
+
+
+@triton.jit
+def total(ptr, count, STRIDE: tl.constexpr):
+    at, x = tl.arange(0, N), tl.zeros([N], tl.float32)
+    for k in range(0, count, N):
+        x += tl.load(ptr + (k + at) * STRIDE, k + at < count, 0.0)
+    return tl.sum(x)
+
+
+@triton.jit
+def means(rows, plan, index, work, CASE: tl.constexpr):
+    """Sums of g^2 over the columns and over the rows of a tile, at each index of C."""
+    row, b, _0 = job(rows, plan, index, work)
+    across, down = tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R)
+    ti, tj, batch = b // across % down, b % across, b // (across * down)
+    i, j = ti * MEANS_R + tl.arange(0, MEANS_R), tj * MEANS_W + tl.arange(0, MEANS_W)
+    x_at = ((batch // row.B * row.X + i) * row.B + batch % row.B) * row.C
+    at = (x_at * row.Y)[:, None] + (j * row.C)[None, :]
+    ok = (i < row.X)[:, None] & (j < row.Y)[None, :]
+    batches = row.A * row.B * row.C
+    x_part = place(row, PARTS) + tj * (batches * row.X) + x_at
+    y_part = place(row, PARTS + 1) + ti * (batches * row.Y) + (batch * row.Y + j) * row.C
+    V_sum = 0.0
+    for c in range(row.C):
+        _raw, g = gradient(row, at + c, ok, CASE)
+        tl.store(x_part + c, tl.sum(g * g, 1), i < row.X)
+        tl.store(y_part + c, tl.sum(g * g, 0), j < row.Y)
+        if CASE.relative:  # these epsilons need the mean of the new V
+            v = tl.load(row.V + at + c, ok, 0.0)
+            V_sum += tl.sum(v + tl.load(row.net + 3) * (g * g - v))
+    if CASE.relative:
+        tl.store(place(row, V_SUMS) + b, V_sum)
+
+
+@triton.jit
+def block_of(row, side, k):
+    """Block k of a side."""
+    on_x, batches = side == 0, row.A * row.B * row.C
+    length, after = tl.where(on_x, row.X, row.Y), tl.where(on_x, row.B * row.C, row.C)
+    count = tl.cdiv(length, N)
+    batch, i = k // count, k % count * N + tl.arange(0, N)
+    e = (batch // after * length + i) * after + batch % after
+    is_r, n = (row.kind == 1) == on_x, (batches * length).to(tl.int64)  # a vector's is r and c
+    r = tl.where(is_r, row.r, row.c).to(FLOATS)
+    return Block(e, i < length, r, is_r, n, length, batch * count, count, batches * count)
+
+
+@triton.jit
+def factor(rows, plan, index, work, CASE: tl.constexpr):
+    """r_d <- beta_d r_d + (1 - beta_d) row_mean(g^2) in a block, or c; and sums of r_d."""
+    row, side, k = job(rows, plan, index, work)
+    block = block_of(row, side, k)
+    count = tl.where(side == 0, tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R))
+    m, sums = tl.arange(0, 16), tl.zeros([16, N], tl.float32)
+    for first in range(0, count, 16):
+        part = place(row, PARTS + side) + (first + m)[:, None] * block.n + block.e[None, :]
+        sums += tl.load(part, (first + m < count)[:, None] & block.ok[None, :], 0.0)
+    q = tl.sum(sums, 0) / tl.where(side == 0, row.Y, row.X).to(tl.float32)
+    if not CASE.relative:
+        q += 1e-30 * row.eps
+    for d in tl.static_range(3):
+        at = d * block.n + block.e
+        r = tl.load(block.r + at, block.ok, 0.0)
+        r += tl.load(row.net + 4 + d) * (q - r)
+        tl.store(block.r + at, r, block.ok)
+        tl.store(row.c.to(FLOATS) + at, r, block.ok & (row.kind == 0))
+        tl.store(place(row, SUMS + side) + 9 * k + d, tl.sum(tl.where(block.ok, r, 0.0)))
+
+
+@triton.jit
+def sides(rows, plan, index, work, CASE: tl.constexpr):
+    """Four values of r_d in a block, or of c_d: its factors of F_grad and of F_mom, the features
+    r_d and 1/sqrt(r_d), not normalised yet; and sums of squares of the features."""
+    row, side, k = job(rows, plan, index, work)
+    block = block_of(row, side, k)
+    sums, count, n = place(row, SUMS + side) + 9 * block.first, block.count, block.length
+    if CASE.relative:  # the mean of all of r, else along the axis of the block
+        side_r = tl.where(row.kind == 1, 0, 1)
+        whole = block_of(row, side_r, 0)
+        sums, count, n = place(row, SUMS + side_r), whole.blocks, whole.n.to(tl.int32)
+    for d in tl.static_range(3):
+        r = tl.load(block.r + d * block.n + block.e, block.ok, 0.0)
+        mean = total(sums + d, count, 9) / n.to(tl.float32)
+        if CASE.relative:
+            by = at_least(r, safe(mean, 1e-8))
+            x, y = r / safe(mean, 1.0), tl.rsqrt(r + safe(mean, 1e-2))
+            by = tl.rsqrt(tl.where(block.is_r & (row.kind > 0), at_least(x, 1e-8), by))
+            by_M = by
+        else:
+            by = tl.where(block.is_r, r / (mean + 1e-9 * row.eps), r)
+            by = tl.where(row.kind == 0, r + 1e-9 * row.eps, by)
+            by = tl.rsqrt(at_least(by, 1e-9 * row.eps))
+            by_M = tl.rsqrt(r if CASE.velo else r + 1e-6 * row.eps)
+            by_M = tl.where(row.kind == 0, by_M, by)
+            x, y = r, tl.rsqrt(r + 1e-8 * row.eps)
+        values = place(row, VALUES + side) + d * block.n + block.e
+        tl.store(values, by, block.ok)
+        tl.store(values + 3 * block.n, by_M, block.ok)
+        tl.store(values + 6 * block.n, x, block.ok)
+        tl.store(values + 9 * block.n, y, block.ok)
+        squares = place(row, SUMS + side) + 9 * k + 3 + d
+        tl.store(squares, tl.sum(x * x))  # x is 0 where no entry is
+        tl.store(squares + 3, tl.sum(tl.where(block.ok, y * y, 0.0)))
+    if CASE.relative:
+        if (side == 1) & (k == 0):
+            V_sum = total(place(row, V_SUMS), tl.load(row.plan + V_SUMS_N), 1)
+            tl.store(place(row, FOLDED), V_sum / row.n.to(tl.float32))
+
+
+@triton.jit
+def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
+    """The dense features of tile b; where its entries lie in the tensor and on the sides, and which
+    of them exist; p; which entries of g are not finite. With MOVE, M and V are updated."""
+    R: tl.constexpr = CASE.R
+    W: tl.constexpr = CASE.W
+    matrix = row.kind > 0
+    X, width = tl.where(matrix, row.X, tl.cdiv(row.Y, W)), tl.where(matrix, row.Y * row.C, W)
+    across, down = tl.cdiv(width, W), tl.cdiv(X, R)
+    batch = b // (across * down)
+    i, j = b // across % down * R + tl.arange(0, R), b % across * W + tl.arange(0, W)
+    x = (batch // row.B * X + i) * row.B + batch % row.B
+    at = (x * width)[:, None] + j[None, :]
+    ok = ((i < X) & (batch < row.A * row.B))[:, None] & (j < width)[None, :]
+    ok = ok & (at < row.n.to(tl.int32))
+    x_at = (x * row.C)[:, None] + (j % row.C)[None, :]
+    y_at = tl.where(matrix, (batch * width + j)[None, :], at)
+
+    raw, g = gradient(row, at, ok, CASE)
+    p = tl.load(row.p.to(tl.pointer_type(CASE.p_type)) + at, ok, 0.0).to(tl.float32)
+    v = tl.load(row.V + at, ok, 0.0)
+    if MOVE:
+        v += tl.load(row.net + 3) * (g * g - v)
+        tl.store(row.V + at, v, ok)
+    if CASE.relative:
+        mean = tl.load(place(row, FOLDED))
+        inv_M, inv_V = tl.rsqrt(v + safe(mean, 1e-8)), tl.rsqrt(v + safe(mean, 1e-2))
+        v = v / safe(mean, 1.0)
+    else:
+        inv_M = tl.rsqrt(v + 1e-6 * row.eps)
+        inv_V = inv_M
+    batches = (row.A * row.B * row.C).to(tl.int64)
+    n_x, n_y = batches * row.X, batches * row.Y
+    M, M_by_V, F_grad, F_mom = (), (), (), ()
+    for d in tl.static_range(3):
+        m = tl.load(row.M + d * row.n + at, ok, 0.0)
+        if MOVE:
+            m += tl.load(row.net + d) * (g - m)
+            tl.store(row.M + d * row.n + at, m, ok)
+        by_x = tl.load(place(row, VALUES) + d * n_x + x_at, ok & matrix, 1.0)
+        by_y = place(row, VALUES + 1) + d * n_y + y_at
+        M, M_by_V = M + (m,), M_by_V + (m * inv_M,)
+        F_grad = F_grad + (g * by_x * tl.load(by_y, ok, 0.0),)
+        F_mom = F_mom + (m * by_x * tl.load(by_y + 3 * n_y, ok, 0.0),)
+    clipped, g_by_V, inv_V = (), (), (tl.where(ok, inv_V, 0.0),)
+    if CASE.velo:
+        clipped = (tl.minimum(tl.maximum(g, -0.1), 0.1),)
+    if CASE.D == 18:
+        g_by_V = (g * inv_M,)
+    x = (g,) + clipped + (p,) + M + (v,) + M_by_V + inv_V + F_grad + g_by_V + F_mom
+    return x, at, x_at, y_at, ok, p, tl.where(tl.abs(raw) < INFINITY, 0, 1)
+
+
+@triton.jit
+def accumulate(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
+    """M and V of a few tiles; sums of squares of their dense features."""
+    row, program, tiles = job(rows, plan, index, work)
+    sums, bad = (), tl.full([CASE.R, CASE.W], 0, tl.int32)
+    for _ in tl.static_range(tl.constexpr(CASE.D)):
+        sums = sums + (tl.full([CASE.R, CASE.W], 0.0, tl.float32),)
+    for b in range(program * tiles, program * tiles + tiles):
+        x, _at, _x_at, _y_at, _ok, _p, more = dense_features(row, b, True, CASE)
+        new = ()
+        for k in tl.static_range(tl.constexpr(CASE.D)):
+            new = new + (sums[k] + x[k] * x[k],)
+        sums, bad = new, bad + more
+    for k in tl.static_range(tl.constexpr(CASE.D)):
+        tl.store(place(row, SQUARES) + program * CASE.D + k, tl.sum(sums[k]))
+    count = tl.sum(bad)
+    tl.atomic_add(bad_ptr, count.to(tl.int64), mask=count > 0)
+
+
+@triton.jit
+def fold_side(row, side, k, CASE: tl.constexpr):
+    """The features of r in a block times their part of W0, and b0 and time's part; or of c."""
+    block, h = block_of(row, side, k), tl.arange(0, CASE.HP)
+    w0, ok, vector = row.net + 7 + h, h < CASE.H, row.kind == 0
+    bias = tl.load(w0 + CASE.F * CASE.H, ok, 0.0)
+    if not CASE.velo:
+        for d in tl.static_range(11):
+            x = tl.minimum(row.t, CASE.t_max) / TIMESCALES[d] - CASE.shift
+            tanh = 1 - 2 / (tl.exp(2 * x) + 1)
+            bias += tanh * tl.load(w0 + (28 + d) * CASE.H, ok, 0.0)
+    y = tl.full([N, CASE.HP], 0.0, tl.float32) + tl.where(block.is_r, bias, 0.0)[None, :]
+    w0 += (CASE.D - 3 + tl.where(block.is_r, 0, 3)) * CASE.H
+    for d in tl.static_range(6):  # in W0: r, c, 1/sqrt(r), 1/sqrt(c)
+        w_ptr = w0 + (d + d // 3 * 3) * CASE.H
+        w = tl.load(w_ptr, ok, 0.0) + tl.load(w_ptr + 3 * CASE.H, ok & vector, 0.0)
+        ms = total(place(row, SUMS + side) + 3 + d, block.blocks, 9) / block.n.to(tl.float32)
+        x = tl.load(place(row, VALUES + side) + (6 + d) * block.n + block.e, block.ok, 0.0)
+        y += x[:, None] * (w * inverse_rms(ms, row.eps, CASE))[None, :]
+    out = place(row, OUT + side) + block.e.to(tl.int64)[:, None] * CASE.HP + h[None, :]
+    tl.store(out, y, block.ok[:, None])
+
+
+@triton.jit
+def fold_dense(row, CASE: tl.constexpr):
+    """The rows of W0 of the dense features, times 1/RMS."""
+    k, h, m = tl.arange(0, 32), tl.arange(0, CASE.HP), tl.arange(0, 16)
+    sums, count = tl.zeros([16, 32], tl.float32), tl.load(row.plan + SQUARES_N)
+    for first in range(0, count, 16):
+        ok = (first + m < count)[:, None] & (k < CASE.D)[None, :]
+        at = (first + m)[:, None] * CASE.D + k[None, :]
+        sums += tl.load(place(row, SQUARES) + at, ok, 0.0)
+    by = inverse_rms(tl.sum(sums, 0) / row.n.to(tl.float32), row.eps, CASE)
+    feature = tl.where(k < CASE.D - 3, k, k + 12)  # F_mom comes after r and c
+    ok, out = (k < CASE.D)[:, None] & (h < CASE.H)[None, :], place(row, FOLDED) + 4
+    w0 = tl.load(row.net + 7 + feature[:, None] * CASE.H + h[None, :], ok, 0.0)
+    tl.store(out + k[:, None] * CASE.HP + h[None, :], w0 * by[:, None], (k < CASE.D)[:, None])
+
+
+@triton.jit
+def fold(rows, plan, index, work, CASE: tl.constexpr):
+    """Fold a block of a side or, as side 2, the dense features."""
+    row, side, k = job(rows, plan, index, work)
+    if side < 2:
+        fold_side(row, side, k, CASE)
+    else:
+        fold_dense(row, CASE)
+
+
+@triton.jit
+def small_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
+    """The network on a tile, written out neuron by neuron."""
+    w0, w, zero, y = place(row, FOLDED) + 4, row.net + CASE.w1, tl.zeros_like(x[0]), ()
+    for h in tl.static_range(tl.constexpr(CASE.H)):
+        a = tl.load(place(row, OUT) + x_at * CASE.HP + h, ok & (row.kind > 0), 0.0)
+        a += tl.load(place(row, OUT + 1) + y_at * CASE.HP + h, ok, 0.0)
+        for k in tl.static_range(tl.constexpr(CASE.D)):
+            a += tl.load(w0 + k * CASE.HP + h) * x[k]
+        y = y + (at_least(a, 0.0),)
+    for _ in tl.static_range(1, tl.constexpr(CASE.config.hidden_layers)):
+        z = ()
+        for h in tl.static_range(tl.constexpr(CASE.H)):
+            a = zero + tl.load(w + CASE.H * CASE.H + h)
+            for k in tl.static_range(tl.constexpr(CASE.H)):
+                a += tl.load(w + k * CASE.H + h) * y[k]
+            z = z + (at_least(a, 0.0),)
+        y = z
+        w += CASE.layer
+    d, m = zero + tl.load(w + 2 * CASE.H), zero + tl.load(w + 2 * CASE.H + 1)
+    for h in tl.static_range(tl.constexpr(CASE.H)):
+        d += tl.load(w + 2 * h) * y[h]
+        m += tl.load(w + 2 * h + 1) * y[h]
+    return d, m
+
+
+@triton.jit
+def joined(x, COUNT: tl.constexpr):
+    """COUNT tiles (R, W) as one, (R, W, 2, ..., 2)."""
+    if COUNT == 1:
+        return x[0]
+    else:
+        pairs = ()
+        for k in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(x[k], x[k + COUNT // 2]),)
+        return joined(pairs, COUNT // 2)
+
+
+@triton.jit
+def large_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
+    """The network on a tile, by products of matrices in float32."""
+    T: tl.constexpr = CASE.R * CASE.W
+    h, w0, w = tl.arange(0, CASE.HP), place(row, FOLDED) + 4, row.net + CASE.w1
+    x_at = tl.reshape(x_at, (T, 1)).to(tl.int64) * CASE.HP + h[None, :]
+    y_at = tl.reshape(y_at, (T, 1)).to(tl.int64) * CASE.HP + h[None, :]
+    ok = tl.reshape(ok, (T, 1))
+    a = tl.load(place(row, OUT) + x_at, ok & (row.kind > 0), 0.0)
+    a += tl.load(place(row, OUT + 1) + y_at, ok, 0.0)
+    for k in tl.static_range(16, tl.constexpr(CASE.D)):  # what VeLO has more
+        a += tl.reshape(x[k], (T, 1)) * tl.load(w0 + k * CASE.HP + h)[None, :]
+    weights = tl.load(w0 + tl.arange(0, 16)[:, None] * CASE.HP + h[None, :])
+    a = tl.dot(tl.reshape(joined(x, 16), (T, 16)), weights, a, input_precision="ieee")
+    real = (h < CASE.H) | (CASE.H == CASE.HP)
+    for _ in tl.static_range(1, tl.constexpr(CASE.config.hidden_layers)):
+        both = real[:, None] & real[None, :]
+        weights = tl.load(w + h[:, None] * CASE.H + h[None, :], both, 0.0)
+        bias = tl.load(w + CASE.H * CASE.H + h, real, 0.0)
+        a = tl.dot(at_least(a, 0.0), weights, input_precision="ieee") + bias[None, :]
+        w += CASE.layer
+    a = at_least(a, 0.0)
+    d = tl.sum(a * tl.load(w + 2 * h, real, 0.0)[None, :], 1) + tl.load(w + 2 * CASE.H)
+    m = tl.sum(a * tl.load(w + 2 * h + 1, real, 0.0)[None, :], 1) + tl.load(w + 2 * CASE.H + 1)
+    return tl.reshape(d, (CASE.R, CASE.W)), tl.reshape(m, (CASE.R, CASE.W))
+
+
+@triton.jit
+def update(rows, plan, index, work, CASE: tl.constexpr):
+    """theta <- theta - scale lam1 d exp(lam2 m) - decay theta, in a tile."""
+    row, b, _0 = job(rows, plan, index, work)
+    x, at, x_at, y_at, ok, p, _ = dense_features(row, b, False, CASE)
+    if CASE.H > 8:
+        d, m = large_network(row, x, x_at, y_at, ok, CASE)
+    else:
+        d, m = small_network(row, x, x_at, y_at, ok, CASE)
+    scale = CASE.config.lam1 * row.scale
+    if CASE.anneals:
+        pace = tl.exp(CASE.config.anneal * tl.log(CASE.t_max / row.t))
+        scale *= tl.where(row.t > CASE.t_max, pace, 1.0)
+    p = p - scale * d * tl.exp(CASE.config.lam2 * m) - row.decay * p
+    tl.store(row.p.to(tl.pointer_type(CASE.p_type)) + at, p.to(CASE.p_type), ok)
+
+
+# Rows, columns and warps of a tile: of `accumulate`, and of `update` by padded hidden size. Chosen
+# such that no kernel spills registers (see ahead.py).
+ACCUMULATE_TILE = (8, 64, 4)
+UPDATE_TILES = dict.fromkeys((1, 2, 4, 8), (8, 64, 4)) | dict.fromkeys((16, 32), (4, 32, 4))
+UPDATE_TILES[64] = (2, 32, 8)
+SHAPE = np.dtype([(k, "i8") for k in "AXBYC"] + [(k, "i4") for k in ("kind", "p_dtype", "g_dtype")])
+
+
+def knows(config) -> bool:
+    """Whether the kernels can run a configuration: if not, use another backend."""
+    return config.hidden_size <= 64 and config.hidden_layers <= 3
+
+
+@functools.lru_cache(maxsize=64)
+def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, list[tuple]]:
+    """For tensors of these shapes, kinds and dtypes (SHAPE, one per tensor): the kernels' plan, the
+    size of `work`, and the launches, each with its kernel, index (programs, 3), case and warps."""
+    shape, case, launches = np.frombuffer(shapes, SHAPE), Case(config), []
+    A, X, B, Y, C = (shape[k] for k in "AXBYC")
+    if (A * X * B * Y * C > 2**31 - 2**16).any():
+        raise ValueError("A tensor has more than 2^31 entries: use backend='folded'.")
+    matrix = shape["kind"] > 0
+    n = A * B * C * np.stack([X, Y])  # entries of the sides
+    blocks = A * B * C * triton.cdiv(np.stack([X * matrix, Y]), N)
+    parts = np.stack([triton.cdiv(Y, MEANS_W), triton.cdiv(X, MEANS_R)])
+
+    def tiles(R: int, W: int, warps: int) -> np.ndarray:
+        of_matrix = A * B * triton.cdiv(X, R) * triton.cdiv(Y * C, W)
+        return np.where(matrix, of_matrix, triton.cdiv(Y, R * W))
+
+    means_tiles, update_tile = A * B * parts.prod(0), UPDATE_TILES[case.HP]
+    each = min(8, max(1, tiles(*ACCUMULATE_TILE).sum() // 1024))  # tiles of a program: 1 if few
+    programs = triton.cdiv(tiles(*ACCUMULATE_TILE), each)
+    sizes = [*(n * parts), *(n * 12), *(n * case.HP), *(blocks * 9), programs * case.D]
+    sizes = np.stack([*sizes, means_tiles, 0 * Y + case.D * case.HP + 4])
+    sizes = triton.cdiv(sizes, 4)  # places are multiples of 16 bytes
+    plan = np.zeros((len(shape), 16), np.int64)
+    plan[:, : len(sizes)] = (sizes.cumsum().reshape(sizes.shape) - sizes).T
+    plan[:, SQUARES_N.value], plan[:, V_SUMS_N.value] = programs, means_tiles
+
+    def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each tensor as often as it counts, and 0, 1, ... for each."""
+        first = np.repeat(counts.cumsum() - counts, counts)
+        return np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - first
+
+    def launch(kernel, *jobs: tuple, warps: int = 4, **of_case) -> None:
+        index = np.concatenate([np.stack(np.broadcast_arrays(*columns), 1) for columns in jobs])
+        if len(index):
+            index = torch.from_numpy(index.astype(np.int32)).to(device)
+            launches.append((kernel, index, dataclasses.replace(case, **of_case), warps))
+
+    def launch_tiles(kernel, counts: np.ndarray, each: int, R: int, W: int, warps: int) -> None:
+        for (p, p_type), (g, g_type) in itertools.product(enumerate(DTYPES), repeat=2):
+            which = (shape["p_dtype"] == p) & (shape["g_dtype"] == g)
+            of_case = dict(p_type=p_type, g_type=g_type, R=R, W=W)
+            launch(kernel, (*numbered(counts * which), each), warps=warps, **of_case)
+
+    sided = [(s, side, k) for side in (0, 1) for s, k in [numbered(blocks[side])]]
+    for g, g_type in enumerate(DTYPES):
+        launch(means, (*numbered(means_tiles * (shape["g_dtype"] == g)), 0), g_type=g_type)
+    launch(factor, *sided)
+    launch(sides, *sided)
+    launch_tiles(accumulate, programs, each, *ACCUMULATE_TILE)
+    launch(fold, *sided, (np.arange(len(shape)), 2, 0))
+    launch_tiles(update, tiles(*update_tile), 0, *update_tile)
+    return torch.from_numpy(plan).to(device), 4 * int(sizes.sum()), launches
+
+
+def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
+    """One step in place on the tensors of `rows`, with t, scale, decay and eps of each in `values`,
+    (4, rows), on the device; returns how many entries of their gradients are not finite, as an
+    int64 tensor on the device. Never waits for the device."""
+    device, words = values.device, rows.view("i8").reshape(len(rows), 16)
+    plan, size, launches = planned(words.view("u1")[:, 56:108].tobytes(), config, device)
+    words = send(torch.from_numpy(words), device)
+    words.view(torch.float32)[:, 27:31] = values.T  # VeLO's scale is only on the device
+    work = torch.empty(size, device=device)
+    bad = torch.zeros((), dtype=torch.int64, device=device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for kernel, index, case, warps in launches:
+            arguments = (bad, case) if kernel is accumulate else (case,)
+            kernel[len(index),](words, plan, index, work, *arguments, num_warps=warps)
+    return bad
