@@ -165,6 +165,7 @@ def keep(section: str, tables: list[Table], device: str = "cpu", folder: Path = 
     """Replace a section of results/bench.json, and write BENCHMARKS.md anew."""
     path = folder / "results" / "bench.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = {k: x for k, x in kept.items() if k.split(",")[0] in COMMANDS}
     name = section if device == "cpu" else f"{section}, {device}"
     kept[name] = {"machine": machine(device), "tables": [dataclasses.asdict(t) for t in tables]}
     path.parent.mkdir(exist_ok=True)
@@ -502,6 +503,33 @@ def bench_export(repeats: int, device: str) -> list[Table]:
     return tables
 
 
+def bench_gpu(repeats: int, device: str) -> list[Table]:
+    """The Triton kernels, compiled ahead of time: nothing is run."""
+    from kernels import ahead  # here, as it imports triton
+
+    configs = {f"H={h}": mulo.LOConfig(hidden_size=h) for h in (4, 8, 32)}
+    configs["VeLO, H=4"] = mulo.LOConfig(net="velo", hidden_size=4)
+    tables = []
+    for name, config in configs.items():
+        rows, spills = {}, 0
+        for architecture in ahead.ARCHITECTURES:
+            lines = ahead.compiled(config, architecture)
+            spills += sum(x.spills + x.stack for x in lines)
+            for x in lines:
+                row = [x.registers, x.spills, x.shared, x.instructions]
+                rows[f"{architecture}: {x.kernel}"] = row
+            if architecture == "sm_86":
+                took = ahead.estimate(lines) * 1e9
+        head = ["registers", "spills", "shared bytes", "instructions/entry"]
+        notes = [
+            f"Estimated on an A6000 (768 GB/s, 38.7 TFLOP/s), not measured: {took:.3f} ns/param of "
+            "a large matrix, each pass at the longer of its bytes and its instructions.",
+            bar("no spills", spills, 0),
+        ]
+        tables.append(Table(f"{name}: the kernels as compiled", head, rows, notes))
+    return tables
+
+
 COMMANDS = {
     "step": bench_step,
     "many": bench_many,
@@ -509,6 +537,7 @@ COMMANDS = {
     "tasks": bench_tasks,
     "metatrain": bench_metatrain,
     "export": bench_export,
+    "gpu": bench_gpu,
 }
 
 

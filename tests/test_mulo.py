@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from golden_files import SMALL_FC, VELO, Golden, run, to_torch_layout
+from golden_files import GOLDEN, SMALL_FC, VELO, Golden, run, to_torch_layout
 from torch import nn
 from user_models import MLP, loss_of, make, small, task, train, values, velo
 
@@ -503,3 +503,41 @@ def test_ties_swapped_are_seen(monkeypatch):
     for s, params, _ in run(golden, "torch", "folded"):
         moved = abs(params["e_square"].detach().numpy().T - golden["out/e_square/param"][s]).max()
     assert moved > 0.1
+
+
+# 20 steps on every rank by the release before this one: results of users must not change.
+
+REGRESSION = np.load(GOLDEN / "regression.npz")
+RANKS = [(), (7,), (5, 9), (9, 5), (6, 6), (1, 8), (6, 4, 3), (6, 4, 3, 3), (8, 1, 3, 3)]
+RANKS += [(3, 5, 2, 4, 2)]
+
+
+@pytest.mark.parametrize("backend", ["literal", "folded", "kernel"])
+@pytest.mark.parametrize(
+    "name", ["mulo_m", "lo_s", "muvelo_m", "velo_m", "relative", "fan_in", "rms0"]
+)
+def test_as_before(name, backend):
+    """Shipped optimizers and other epsilons move parameters as they did, to rounding."""
+    changes = {
+        "relative": {"eps": "relative"},
+        "fan_in": {"eps": "fan_in"},
+        "rms0": {"eps_rms": 0.0},
+    }
+    variant, rng = name in changes, np.random.default_rng(1)
+    start = [rng.normal(size=s).astype(np.float32) for s in RANKS]
+    params = [nn.Parameter(torch.tensor(x)) for x in start]
+    groups = [{"params": [p], "scale": 1 / k, "fan_in": k} for k, p in enumerate(params, 1)]
+    groups[3]["out_axis"] = int(not variant)
+    lo = mulo.load("mulo_m", **changes[name]) if variant else mulo.load(name)
+    decay = 0.0 if variant else 0.01
+    opt = mulo.MuLO(groups, lo, num_steps=20, weight_decay=decay, backend=backend)
+    rng = np.random.default_rng(0)
+    for t in range(20):
+        for p in params:
+            g = rng.normal(size=p.shape) * 10.0 ** rng.uniform(-3, 0)
+            p.grad = torch.tensor(g.astype(np.float32))
+        opt.step(loss=torch.tensor(3 / (t + 1)))
+    for k, (p, x) in enumerate(zip(params, start, strict=True)):
+        expected = REGRESSION[f"{name}/{k}"]
+        room = 2e-6 * abs(expected - x).max() + 6e-7 * abs(expected).max()  # 10 ulp of p
+        np.testing.assert_allclose(p.detach().numpy(), expected, rtol=0, atol=room)

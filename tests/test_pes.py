@@ -366,3 +366,17 @@ def test_a_checkpoint_goes_to_the_trainers_device(name):
             held = [*p.theta.values(), *p.state.values(), p.xi]
             assert {x.device.type for x in held} == {"meta"}
             assert p.t.device.type == p.length.device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["mulo_m", "muvelo_m", "lo_m"])
+def test_three_outer_steps_as_before(name):
+    """phi and meta-loss of the release before this one."""
+    small = {"widths": (8, 12), "steps": 3, "pairs": 2, "micro_batch": 2, "truncation": 5}
+    small |= {"batch_size": 16, "unroll": 9, "shortest": 4, "warmup": 1}
+    r = metatrain.recipe(name, lstm_hidden=4, param_inits=6, **small)
+    trainer = metatrain.Trainer(r, metatrain.new_lo(r))
+    for _ in range(3):
+        row = trainer.advance()
+    kept = np.load(ROOT / "tests" / "golden" / "regression.npz")
+    np.testing.assert_allclose(trainer.phi.detach(), kept[f"pes/{name}"], rtol=0, atol=5e-6)
+    assert row["meta_loss"] == pytest.approx(float(kept[f"pes/{name}/meta_loss"]), abs=1e-6)
