@@ -76,3 +76,13 @@ def test_bars():
     assert bench.bar("at most 2x", 2.5, 2).endswith("2.50, MISSED.")
     assert bench.bar("at least 2x", 1.5, least=2).endswith("1.50, MISSED.")
     assert bench.bar("at most 4 bytes", "", 4).endswith("not measured.")
+
+
+def test_no_gpu_kernel_spills():
+    """In the stored section, which `python bench.py gpu` made: three architectures, four nets."""
+    stored = json.loads((bench.FOLDER / "results" / "bench.json").read_text())["gpu"]["tables"]
+    assert len(stored) == 4
+    for table in stored:
+        spills = table["head"].index("spills")
+        assert {name.split(":")[0] for name in table["rows"]} == {"sm_80", "sm_86", "sm_90"}
+        assert all(row[spills] == 0 for row in table["rows"].values())
