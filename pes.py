@@ -290,6 +290,11 @@ class Trainer:
                 f"the run was split over {state['processes']} processes, not {self.world}: "
                 f"resume it with torchrun --nproc-per-node {state['processes']}."
             )
+        if state["phi"].shape != self.phi.shape:
+            raise ValueError(
+                f"the run's optimizer has {len(state['phi']):,} weights, this code's "
+                f"{len(self.phi):,}, as with other features: start anew, or use the code of then."
+            )
         self.step = state["step"]
         self.phi.data.copy_(state["phi"])
         self.adamw.load_state_dict(state["adamw"])

@@ -402,3 +402,14 @@ def test_a_checkpoint_goes_to_the_trainers_device(name):
             held = [*p.theta.values(), *p.state.values(), p.xi]
             assert {x.device.type for x in held} == {"meta"}
             assert p.t.device.type == p.length.device.type == "cpu"
+
+
+def test_a_run_of_other_features_is_refused():
+    """A checkpoint of a network of another size, as when a feature was added since."""
+    trainer = trainer_of()
+    state = trainer.state_dict()
+    before = trainer.phi.detach().clone()
+    with pytest.raises(ValueError, match=r"optimizer has 3 weights, this code's \d+.*start anew"):
+        trainer.load_state_dict(state | {"phi": torch.zeros(3), "step": 5})
+    assert trainer.step == 0
+    assert torch.equal(trainer.phi, before)
