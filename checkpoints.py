@@ -99,7 +99,7 @@ def load(name: str | os.PathLike, **changes) -> LO:
             f"{path} was meta-trained with {inputs} features, this code has {known}: meta-train "
             "anew, or use the release that made it."
         )
-    lo.mup = bool((content.get("about", {}).get("recipe") or {}).get("mup"))
+    lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
     unknown = changes.keys() - config.keys()
     if unknown:
         raise TypeError(f"no {unknown.pop()!r} in a config: use one of {', '.join(config)}.")
