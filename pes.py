@@ -88,7 +88,7 @@ class Particles:
         device = next(lo.parameters()).device
         self.task, self.r, self.lo, self.data = task, r, lo, data
         self.opt = training.Learned(lo.config, task, device, r.backend)
-        self.bound = 1.5 * math.log(task.classes)  # losses are clipped to [0, bound]
+        self.bound = task.loss_bound  # losses are clipped to [0, bound]
         # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
         n, weights = len(pairs), list(lo.parameters())
@@ -342,6 +342,9 @@ def inner_peak(task: tasks.Task, particles: Particles) -> int:
         batch = (x, torch.zeros(n, size, device=x.device, dtype=torch.long))
         if task.family == "lm":
             batch = (x.long(), x.long(), x.bool())
+        if task.own:
+            drawn = training.batches(task.data(), [torch.Generator()] * n, size)
+            batch = tuple(b.to(x.device) for b in drawn)
         phi = torch.zeros(n, particles.xi.shape[1], device=x.device)
         particles.inner_step(particles.opt.prepare(unflatten(phi, particles.lo)), batch)
     return peak.peak

@@ -13,6 +13,7 @@ import bench
 import metatrain
 import pes
 import roles
+import tasks
 from pes import pes_gradient
 
 ROOT = Path(__file__).parents[1]
@@ -314,6 +315,25 @@ def test_losses_are_clipped(monkeypatch):
     np.testing.assert_allclose(delta[0], [bound - 1, bound], rtol=1e-6)
     assert float(loss) == pytest.approx((2 * bound + 1) / 4)
     assert gone == trainer.r.truncation
+
+
+def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
+    """A regression has no classes: its kind says where, and a diverged net counts as much."""
+    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
+    monkeypatch.setattr(tasks, "FILES", {})
+    r = metatrain.recipe("mulo_m", **(TINY | {"kind": str(ROOT / "examples" / "own_task.py")}))
+    trainer = metatrain.Trainer(r, metatrain.new_lo(r))
+    assert [groups[0].bound for groups in trainer.particles] == [0.75, 0.75]
+    assert trainer_of().particles[0][0].bound == pytest.approx(1.5 * np.log(10))
+    losses = [trainer.advance()["meta_loss"] for _ in range(3)]
+    assert all(0.3 < loss < 0.75 for loss in losses)
+    [particles] = trainer.particles[0]
+    particles.theta["0.weight"][0] = float("nan")
+    particles.t[:], particles.length[:] = 0, 100
+    delta = particles.truncation(trainer.phi.detach())[0]
+    assert 0 < float(delta[0, 0]) <= 0.75
+    meta = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
+    assert "sines_w8_d3: nets and their state" in pes.expected_memory(meta)
 
 
 @pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
