@@ -87,13 +87,19 @@ def load(name: str | os.PathLike, **changes) -> LO:
         config, weights = content["config"], content["weights"]
         if content["sha256"] != _sha256(config, weights):
             raise ValueError("its checksum is wrong")
-        lo = build(LOConfig(**config), weights)
-    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-        why = str(error).partition("\n")[0]  # torch adds a stack trace
+        inputs, known = count_inputs(weights), LOConfig(**config).num_features
+        lo = build(LOConfig(**config), weights) if inputs == known else None
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as e:
+        why = str(e).partition("\n")[0]  # torch adds a stack trace
         raise ValueError(
             f"{path} is damaged or of another release ({why}): get it again."
         ) from None
-    lo.mup = bool((content.get("about", {}).get("recipe") or {}).get("mup"))
+    if lo is None:
+        raise ValueError(
+            f"{path} was meta-trained with {inputs} features, this code has {known}: meta-train "
+            "anew, or use the release that made it."
+        )
+    lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
     unknown = changes.keys() - config.keys()
     if unknown:
         raise TypeError(f"no {unknown.pop()!r} in a config: use one of {', '.join(config)}.")
@@ -128,6 +134,11 @@ def _read(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, no weights: get another file.")
     return content
+
+
+def count_inputs(weights: Phi) -> int:
+    """How many features the per-parameter network takes: w0 is (F, h), VeLO's bank (K, F, h)."""
+    return weights["bank_w0" if "bank_w0" in weights else "w0"].shape[-2]
 
 
 def build(config: LOConfig, weights: Phi) -> LO:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 import pes
 import tasks
+import training
 
 CONTEXT = 0.6 * 2**30  # bytes of a CUDA context and of cuBLAS workspaces, about
 LAUNCH = 4e-6  # seconds between the starts of two small kernels from Python
@@ -115,6 +116,9 @@ def inner_step(task: tasks.Task, particles: pes.Particles) -> Count:
         batch = (x, torch.zeros(n, size, device=x.device, dtype=torch.long))
         if task.family == "lm":
             batch = (x.long(), x.long(), x.bool())
+        if task.own:
+            drawn = training.batches(task.data(), [torch.Generator()] * n, size)
+            batch = tuple(b.to(x.device) for b in drawn)
         phi = torch.zeros(n, particles.xi.shape[1], device=x.device)
         particles.inner_step(particles.opt.prepare(pes.unflatten(phi, particles.lo)), batch)
     return count

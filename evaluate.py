@@ -11,8 +11,9 @@
     losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
 
 A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
-training loss averaged over 50 equal windows, nan after divergence. The claims are in `paper/`,
-which builds on this file; only the commands, at the end, import it.
+training loss averaged over 50 equal windows, nan after divergence. Nets that are there are not
+trained again, unless with --fresh. The claims are in `paper/`, which builds on this file; only the
+commands, at the end, import it.
 """
 
 from __future__ import annotations
@@ -164,12 +165,13 @@ def best(which: str, kind: str, steps: int, schedule: str = "constant") -> dict 
     return None
 
 
-def tuned(which: str, kind: str, steps: int, schedule: str) -> dict:
-    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for a schedule."""
+def tuned(which: str, task: tasks.Task, steps: int, schedule: str) -> dict:
+    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps."""
     horizons = [metatrain.recipe("mulo_m", scale).unroll for scale in metatrain.SCALES]
-    for length in horizons if schedule == "constant" else [steps]:
-        if values := best(which, kind, length, schedule):
+    for length in [*horizons, steps] if schedule == "constant" else [steps]:
+        if values := best(which, task.kind, length, schedule):
             return {k: values[k] for k in FIELDS}
+    kind = (task.own and task.own.file) or task.kind
     flags = " --scale paper" if (which, kind) in PAPER else ""
     if schedule != "constant":
         flags += f" --steps {steps} --schedule {schedule} --rates-only"
@@ -219,10 +221,10 @@ class Job:
     def __post_init__(self):
         if self.steps < 1 or not self.seeds:
             raise ValueError("steps and seeds must be 1 or more.")
-        self.get_task()  # raises an error if there is none of that name
+        task = self.get_task()  # raises an error if there is none of that name
+        object.__setattr__(self, "task", task.name)  # not a path, if it was given by its file
         if self.who.lo is None and self.values is None:  # read once: tuning may change the file
-            kind = self.task[: self.task.rindex("_w")]
-            values = tuned(self.who.name, kind, self.steps, self.schedule)
+            values = tuned(self.who.name, task, self.steps, self.schedule)
             object.__setattr__(self, "values", values)
 
     def get_task(self) -> tasks.Task:
@@ -231,10 +233,12 @@ class Job:
     def keys(self) -> list[tuple[str, ...]]:
         """Keys of the results: one for each seed, or one in all for activations.
 
-        A digest of the weights or tuned values, rules and batch size tells namesakes apart.
+        A digest of the weights or tuned values, rules, batch size and the file of a registered
+        task tells namesakes apart.
         """
         what = list(self.values.values()) if self.values else checkpoints.digest(self.who.lo)
-        what = f"{what} {self.who.rules} {self.get_task().batch_size}"
+        task = self.get_task()
+        what = f"{what} {self.who.rules} {task.batch_size}" + (task.own.digest if task.own else "")
         digest = hashlib.sha256(what.encode()).hexdigest()[:8]
         head = (self.who.name, digest, self.task, str(self.steps), self.schedule)
         if self.probe_at:
@@ -268,7 +272,8 @@ class Job:
             return [found]
         windows = losses.tensor_split(min(POINTS, len(losses)))
         curves = torch.stack([window.mean(0) for window in windows], 1)  # (seeds, POINTS)
-        return [" ".join(f"{x:.4f}" for x in curve) for curve in curves.tolist()]
+        digits = ".6g" if task.own else ".4f"  # losses of a registered task have any size
+        return [" ".join(f"{x:{digits}}" for x in curve) for curve in curves.tolist()]
 
 
 def probe(task: tasks.Task, steps: tuple[int, ...], device: str) -> tuple[Callable, Activations]:
@@ -303,9 +308,11 @@ def pre_activations(task: tasks.Task, theta: training.Theta, x: Tensor) -> dict[
 # ---------------------------------------------------------------- kept results
 
 
-def _prepare_process() -> None:
+def _prepare_process(files: Iterable[str] = ()) -> None:
     torch.set_num_threads(1)
     training.keep_freed_memory()
+    for file in files:  # of registered tasks: a new process does not know them
+        tasks.load_file(file)
 
 
 class Results:
@@ -314,10 +321,11 @@ class Results:
 
     KEY = ("optimizer", "digest", "task", "steps", "schedule", "seed")
 
-    def __init__(self, folder: Path, device: str = "cpu", processes: int = 1):
-        self.folder, self.device, self.processes = folder, device, processes
+    def __init__(self, folder: Path, device: str = "cpu", processes: int = 1, fresh: bool = False):
+        self.folder, self.device, self.processes, self.fresh = folder, device, processes, fresh
         self.curves: dict[tuple[str, ...], str] = {}
         self.probed: dict[tuple[str, ...], Activations] = {}
+        self.trained, self.reused = set(), set()  # keys; `fresh` leaves the second empty
         self.read()
 
     def read(self) -> None:
@@ -334,13 +342,16 @@ class Results:
         """Train what is missing, each net once."""
         missing = {}
         for job in jobs:
-            left = [key not in self._kept(job) for key in job.keys()]
+            known = self.trained if self.fresh else self._kept(job)
+            left = [key not in known for key in job.keys()]
+            self.reused |= {key for key in job.keys() if key in known} - self.trained
             if any(left) and not job.probe_at:
                 job = dataclasses.replace(job, seeds=tuple(itertools.compress(job.seeds, left)))
             if any(left):
                 missing[tuple(job.keys())] = job
         for job, found in self.execute(list(missing.values()), desc):
             self._kept(job).update(zip(job.keys(), found, strict=True))
+            self.trained.update(job.keys())
             self.save()
 
     def _kept(self, job: Job) -> dict:
@@ -367,21 +378,33 @@ class Results:
 
     def _in_processes(self, jobs: list) -> Iterator[tuple]:
         with ProcessPoolExecutor(
-            self.processes, mp_context=get_context("spawn"), initializer=_prepare_process
+            self.processes, get_context("spawn"), _prepare_process, (list(tasks.FILES),)
         ) as pool:
             started = {pool.submit(job.run, self.device): job for job in jobs}
             failed = []
             try:
                 for future in as_completed(started):
                     if future.exception():  # the other jobs go on
-                        failed.append(f"{started[future]}: {future.exception()}")
+                        failed.append((started[future], future.exception()))
                     else:
                         yield started[future], future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         if failed:
-            raise RuntimeError(f"{len(failed)} of {len(jobs)} jobs failed: " + "; ".join(failed))
+            texts = "; ".join(f"{job}: {error}" for job, error in failed)
+            said = f"{len(failed)} of {len(jobs)} jobs failed: {texts}"
+            raise RuntimeError(said) from failed[0][1]
+
+    def origin(self) -> str:
+        """Where the results came from, as a sentence."""
+        n = len(self.reused)
+        if n == 0:
+            return f"All nets were trained now; their losses are kept in {self.folder}."
+        return (
+            f"{n} of {n + len(self.trained)} results were read from {self.folder}, not trained "
+            "now: --fresh trains them anew."
+        )
 
     def save(self) -> None:
         """Write all results, including those that another process has added."""
@@ -389,7 +412,9 @@ class Results:
         with open(self.folder / ".lock", "w") as lock:
             if fcntl:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            mine = [{k: x[k] for k in self.trained & x.keys()} for x in (self.curves, self.probed)]
             self.read()
+            self.curves, self.probed = self.curves | mine[0], self.probed | mine[1]
             if self.curves:
                 rows = [[*key, losses] for key, losses in sorted(self.curves.items())]
                 write_table(self.folder / "losses.csv", [[*self.KEY, "losses"], *rows])
@@ -409,7 +434,7 @@ def _tune(args: argparse.Namespace) -> None:
     for which, label in BASELINES.items():
         fixed = None
         if args.rates_only:  # the rest as found by the full grid, at the meta-trained horizon
-            known = best(which, args.kind, r.unroll)
+            known = best(which, task.kind, r.unroll)
             if known is None:
                 raise ValueError(f"first run python evaluate.py tune {args.kind}, the full grid.")
             fixed = {k: known[k] for k in USUAL}
@@ -419,7 +444,7 @@ def _tune(args: argparse.Namespace) -> None:
             "width": task.width, "depth": task.depth, "seeds": args.seeds,
             "configurations": len(found), "command": "python " + " ".join(sys.argv),
         }  # fmt: skip
-        path = remember(which, args.kind, steps, args.schedule, entry)
+        path = remember(which, task.kind, steps, args.schedule, entry)
         print(f"{label}: {found[0]} of {len(found)}, kept in {path}")
 
 
@@ -427,16 +452,16 @@ def _task(args: argparse.Namespace) -> None:
     """Print final losses: a row for each task, a column for each optimizer."""
     if not args.who:
         raise ValueError("say which optimizers to compare: --who mulo_m adamw")
-    results, who = Results(args.out, args.device, args.processes), [contender(x) for x in args.who]
-    seeds = tuple(range(args.seeds))
+    results = Results(args.out, args.device, args.processes, args.fresh)
+    who, seeds = [contender(x) for x in args.who], tuple(range(args.seeds))
     jobs = [[Job(c, name, args.steps, args.schedule, seeds) for c in who] for name in args.tasks]
     results.run(itertools.chain(*jobs))
     print(f"{'':26}" + "".join(f"{c.name:>24}" for c in who))
     for row in jobs:
         found = [mean_stderr(training.final_loss(results.losses(job))) for job in row]
-        cells = [f"{x:.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for x, e in found]
+        cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in found]
         print(f"{row[0].task:26}" + "".join(f"{cell:>24}" for cell in cells))
-    print(f"(kept in {args.out / 'losses.csv'})")
+    print(results.origin())
 
 
 def _validate(args: argparse.Namespace) -> None:
@@ -460,7 +485,7 @@ def _claims(args: argparse.Namespace) -> None:
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
-    results = Results(args.out, args.device, args.processes)
+    results = Results(args.out, args.device, args.processes, args.fresh)
     page = Path("RESULTS.md") if args.out == Path("results") else args.out / "RESULTS.md"
     for name in claims.EXPERIMENTS if args.command == "all" else [args.command]:
         found = claims.EXPERIMENTS[name](suite, results)
@@ -468,6 +493,7 @@ def _claims(args: argparse.Namespace) -> None:
         report.draw_readme_picture(args.out, suite.kinds[0], suite.widest)
         report.write(args.out, page, suite.scale)
         print("\n".join(found.said))
+    print(results.origin())
 
 
 def _complete(args: argparse.Namespace) -> None:
@@ -483,11 +509,11 @@ def _complete(args: argparse.Namespace) -> None:
 
 
 ARGUMENTS = {
-    "kind": dict(help="of task, such as fashion8_mlp"),
+    "kind": dict(help="of task, such as fashion8_mlp, or a file that registers one"),
     "files": dict(type=Path, nargs="+", help="lo.pt of runs"),
     "name": dict(choices=metatrain.RECIPES),
     "folders": dict(type=Path, nargs="+", help="of runs"),
-    "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3; see python tasks.py"),
+    "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3 or my_task.py_w256_d3"),
     "--scale": dict(choices=metatrain.SCALES, default="desk", help="default: desk, for a laptop"),
     "--width": dict(type=int, help="default: the widest of meta-training"),
     "--depth": dict(type=int, default=3, help="default: 3"),
@@ -497,6 +523,7 @@ ARGUMENTS = {
     "--rates-only": dict(action="store_true", help="only the rates; the rest as tuned before"),
     "--who": dict(nargs="+", help="adamw, muadam, shipped names, folders of runs"),
     "--out": dict(type=Path, help="results' folder (default: results or results_paper)"),
+    "--fresh": dict(action="store_true", help="train nets anew that the folder has"),
     "--processes": dict(type=int, help="at a time (default: all cores, 1 on a GPU)"),
     "--device": dict(default="cpu", help="cpu or cuda"),
 }
@@ -518,8 +545,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, **defaults)
 
     tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --device"
-    task = "tasks --steps --seeds --schedule --who --out --processes --device"
-    claim = "--scale --who --out --processes --device"
+    task = "tasks --steps --seeds --schedule --who --out --fresh --processes --device"
+    claim = "--scale --who --out --fresh --processes --device"
     add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
     add("validate", _validate, "final losses on the validation tasks", "files --device")
     add("choose", _choose, "the best of several runs into weights/", "name folders --device")
@@ -537,8 +564,11 @@ def main() -> None:
         _complete(args)
         args.run(args)
     except KeyboardInterrupt:
-        sys.exit("evaluate.py: stopped; finished nets are kept, the same command goes on.")
+        but = " without --fresh" if getattr(args, "fresh", False) else ""
+        sys.exit(f"evaluate.py: stopped; finished nets are kept, the same command{but} goes on.")
     except (ValueError, OSError, RuntimeError) as error:
+        if tasks.in_own_file(error):
+            raise
         sys.exit(f"evaluate.py: {error}")
 
 

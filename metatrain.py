@@ -6,6 +6,7 @@
     python metatrain.py mulo_m --scale paper --dry-run         # memory and time on a GPU, estimated
     torchrun --nproc-per-node 2 metatrain.py    # the perturbations split over processes
     python metatrain.py --resume runs/mulo_m_desk_seed0        # go on where a run stopped
+    python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 800    # and further than planned
 
 Paper: appendix C. `pes.py` has the estimator, the nets in training and the outer step; here are the
 recipes and what makes them runs: a folder with log.csv, the last checkpoints, lo.pt and a picture.
@@ -32,6 +33,7 @@ from tqdm import tqdm
 import estimate
 import kernels
 import mulo
+import tasks
 import training
 from checkpoints import write_atomically
 from pes import Trainer, pes_gradient
@@ -50,7 +52,7 @@ class Recipe:
     seed: int = 0
     net: str = "small_fc"  # or "velo"
     mup: bool = True
-    kind: str = "in32_mlp"  # of task; widths and depth complete its name
+    kind: str = "in32_mlp"  # of task, or the path of a file; widths and depth complete its name
     widths: tuple[int, ...] = (128, 512, 1024)
     depth: int = 3
     batch_size: int = 4096
@@ -242,6 +244,23 @@ class Run:
             setattr(run, name, state[name])
         return run
 
+    def extend(self, steps: int) -> None:
+        """End at `steps` outer steps; the cosine of the outer rate is stretched to that end."""
+        trainer, before = self.trainer, self.trainer.rate()
+        if steps <= trainer.step:
+            raise ValueError(
+                f"the run in {self.out} is at step {trainer.step}: give --steps more than that."
+            )
+        planned, trainer.r = trainer.r.steps, dataclasses.replace(trainer.r, steps=steps)
+        more = ["python", "metatrain.py", "--resume", str(self.out), "--steps", str(steps)]
+        self.command += f" && {shlex.join(more)}"
+        if trainer.rank == 0:
+            print(
+                f"{steps} steps in place of {planned}: the cosine of the outer rate is stretched "
+                f"to the new end, so at step {trainer.step} it is {trainer.rate():.2g} in place "
+                f"of {before:.2g}, and {trainer.r.lr_end:.2g} at the end."
+            )
+
     def train(self, minutes: float) -> None:
         """Train to the end with a checkpoint every `minutes` (0: after every step).
 
@@ -356,7 +375,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", choices=SCALES, default="desk", help="a laptop's or the paper's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<name>)")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="continue the run in DIR, to --steps if given"
+    )
     parser.add_argument(
         "--checkpoint-every", type=float, default=10, metavar="MINUTES", help="(default: 10)"
     )
@@ -378,7 +399,7 @@ def _parser() -> argparse.ArgumentParser:
     numbers.add_argument(
         "--widths", type=int, nargs="+", metavar="N", help="of the nets it is meta-trained on"
     )
-    numbers.add_argument("--kind", help="of task, see `python tasks.py`")
+    numbers.add_argument("--kind", help="of task, see `python tasks.py`; a .py file: one's own")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
     numbers.add_argument(
         "--tf32", action="store_true", default=None, help="the nets' matrix products in TF32"
@@ -391,6 +412,8 @@ def _changes(args: argparse.Namespace) -> dict:
     """The numbers given on the command line."""
     found = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Recipe)}
     found = {k: v for k, v in found.items() if v is not None and k != "scale"}
+    if found.get("kind", "").endswith(".py"):
+        found["kind"] = os.path.abspath(found["kind"])  # so that a run resumes from any folder
     return {k: tuple(v) if k == "widths" else v for k, v in found.items()}
 
 
@@ -398,9 +421,15 @@ def _start(args: argparse.Namespace, device: str) -> Run:
     """The run that the command line asks for, new or resumed."""
     changes = _changes(args)
     if args.resume:
+        steps = changes.pop("steps", None)
         if changes or args.out or (args.recipe, args.scale) != ("mulo_m", "desk"):
-            raise ValueError("a resumed run keeps its numbers and its folder: leave them out.")
-        return Run.resume(args.resume, device)
+            raise ValueError(
+                "a resumed run keeps its numbers, but for --steps, and its folder: leave them out."
+            )
+        run = Run.resume(args.resume, device)
+        if steps is not None:
+            run.extend(steps)
+        return run
     r = recipe(args.recipe, args.scale, **changes)
     out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
     if Run.checkpoints(out):
@@ -439,6 +468,8 @@ def main() -> None:
     except torch.OutOfMemoryError:
         sys.exit("metatrain.py: out of memory: use a smaller --micro-batch (--dry-run tells more).")
     except (ValueError, OSError, FloatingPointError) as error:
+        if tasks.in_own_file(error):
+            raise
         sys.exit(f"metatrain.py: {error}")
     finally:
         if dist.is_initialized():

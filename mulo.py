@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import features
 import kernels
+import roles
 from features import Accumulators, Dims, Eps, LossBuffer, Phi, trailing
 from kernels import folded
 from roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
@@ -114,7 +115,7 @@ def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | Non
 class LO(nn.Module):
     """Weights phi with their config. Subclasses say which weights there are and how they start."""
 
-    mup = False  # known to be meta-trained under μP
+    mup: bool | None = None  # whether it was meta-trained under μP, if that is known
 
     def __init__(self, config: LOConfig, generator: torch.Generator | None = None):
         super().__init__()
@@ -360,7 +361,7 @@ class MuLO(torch.optim.Optimizer):
     lr            a plain factor on the update, 1 by default, for schedulers to drive
     weight_decay  decoupled: a parameter shrinks by lr * weight_decay per step
     scale         the μP factor on the update, from `param_groups`, apart from lr so that no
-                  scheduler overwrites it (with it come `fan_in` and `out_axis`)
+                  scheduler overwrites it (with it come fan_in, out_axis, names and role)
     step          t, the time that the learned optimizer sees: 0 at first, and settable
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
@@ -389,18 +390,17 @@ class MuLO(torch.optim.Optimizer):
             raise TypeError("params are not a model: use mulo.param_groups(model, roles).")
         kernels.check_name(backend)
         params = params if isinstance(params, Tensor) else list(params)
-        if lo.mup and not any(isinstance(x, dict) and "scale" in x for x in params):
-            warnings.warn(
-                "this learned optimizer was meta-trained under μP, and these parameters have no "
-                "roles, so wide nets will not train: use mulo.param_groups(model, roles), and "
-                "mulo.init_ before it.",
-                stacklevel=2,
-            )
+        if wrong := roles.mismatch(lo.mup, params):
+            warnings.warn(f"this learned optimizer was meta-trained {wrong}", stacklevel=2)
         self.lo, self.num_steps, self.backend = lo, num_steps, backend
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
         super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0})
+
+    def __repr__(self) -> str:
+        table = roles.group_table(self.param_groups)
+        return f"{type(self).__name__} ({self.lo.config.net})\n{table}"
 
     def _forget(self) -> None:
         """Drop what is derived from parameters, state and weights."""
@@ -472,8 +472,8 @@ class MuLO(torch.optim.Optimizer):
             for p in group["params"]
             if p.grad is not None and p.numel()
         ]
-        if any(p.grad.layout != torch.strided for p, _ in found):
-            fix = "build the layer with sparse=False"
+        if sparse := [roles.name_of(*x) for x in found if x[0].grad.layout != torch.strided]:
+            fix = f"build the layer of parameter {sparse[0]} with sparse=False"
             raise RuntimeError(f"MuLO takes dense gradients only: {fix}.")
         return found
 
@@ -588,7 +588,9 @@ class MuLO(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Continue bit for bit. The dict is copied; state stays float32 for bf16 parameters too."""
         saved = self._check_state_dict(state_dict)
-        super().load_state_dict(state_dict)  # which casts the state to the parameters' dtype
+        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        groups = [{k: g[k] for k in ("names", "role") if k in g} | old for g, old in pairs]
+        super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
             self.state[p] = {k: x.detach().to(p.device, copy=True) for k, x in state.items()}
         if "loss" in self.state:
@@ -618,7 +620,8 @@ class MuLO(torch.optim.Optimizer):
         for k, p, group in found:
             shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
             if shapes != self._state_shapes(p, group["out_axis"]):
-                raise ValueError(f"the saved state of parameter {k} does not fit this one: {fix}")
+                name = roles.name_of(p, group)
+                raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
         forgot = set(state.get("loss", ())) != set(LossBuffer._fields)
         if isinstance(self.lo, VeLO) and found and forgot:
             raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")

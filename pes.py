@@ -33,7 +33,7 @@ from mulo import LO
 
 def pes_gradient(
     delta: Tensor,  # (T, n): loss of the positive less that of the negative half of a pair
-    finished: Tensor,  # (T, n) bool: the step belongs to an unroll that began in this truncation
+    began: Tensor,  # (T, n) bool: the step belongs to an unroll that began in this truncation
     mask: Tensor,  # (T, n) bool: the step counts
     eps: Tensor,  # (n, D): this truncation's perturbations
     xi: Tensor,  # (n, D): those of the unroll's earlier truncations, summed
@@ -49,11 +49,11 @@ def pes_gradient(
     good = good_pairs(delta, mask)  # (n,)
     weight = mask / mask.sum(0).clamp_min(1)  # (T, n)
     delta = torch.where(good & mask, delta, 0) * weight
-    old, new = (delta * ~finished).sum(0), (delta * finished).sum(0)  # (n,)
+    old, new = (delta * ~began).sum(0), (delta * began).sum(0)  # (n,)
     total = xi + eps
     grad = (old.unsqueeze(1) * total + new.unsqueeze(1) * eps).sum(0)
     grad = grad / (2 * sigma**2 * good.sum().clamp_min(1))
-    return grad, torch.where(finished[-1].unsqueeze(1), eps, total)
+    return grad, torch.where(began[-1].unsqueeze(1), eps, total)
 
 
 def good_pairs(delta: Tensor, mask: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Particles:
         device = next(lo.parameters()).device
         self.task, self.r, self.lo, self.data = task, r, lo, data
         self.opt = training.Learned(lo.config, task, device, r.backend)
-        self.bound = 1.5 * math.log(task.classes)  # losses are clipped to [0, bound]
+        self.bound = task.loss_bound  # losses are clipped to [0, bound]
         # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
         n, weights = len(pairs), list(lo.parameters())
@@ -100,7 +100,7 @@ class Particles:
     def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """Train all nets for a truncation with phi + eps and phi - eps, eps drawn for each pair.
 
-        Returns delta and finished, (T, n), eps, (n, D), the mean clipped loss, and how many pairs
+        Returns delta and began, (T, n), eps, (n, D), the mean clipped loss, and how many pairs
         diverged. DIVERGES: these restart, at once on a CPU and after the truncation on a GPU; in
         the reference they stay at the bound to the end.
         """
@@ -109,18 +109,18 @@ class Particles:
         eps = self.r.sigma * features.send(torch.stack(noise), device)
         phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
         weights = self.opt.prepare(phis)
-        finished, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
+        began, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
         total, gone, diverged = 0.0, 0, torch.zeros(n, dtype=torch.bool, device=device)
         for k in range(self.r.truncation):
             over = self.t >= self.length
             if over.any():
                 self._restart(over, phis)
-                finished = finished | over
+                began = began | over
             batch = training.batches(self.data, self.generators, self.r.batch_size, copies=2)
             losses = self.inner_step(weights, batch)
             clipped = torch.nan_to_num(losses, nan=self.bound).clamp(0, self.bound)
             deltas.append(clipped[:n] - clipped[n:])
-            flags.append(finished)
+            flags.append(began)
             total += clipped.mean()
             self.t += 1
             diverged |= ~losses.isfinite().view(2, n).all(0)
@@ -226,10 +226,10 @@ class Trainer:
     def estimate(self, groups: list[Particles]) -> Tensor:
         """A task's truncation, summed over pairs: meta-gradient, good, loss, diverged, (D + 3,)."""
         parts = [p.truncation(self.phi.detach()) for p in groups]
-        delta, finished = (torch.cat(x, 1) for x in list(zip(*parts, strict=True))[:2])
+        delta, began = (torch.cat(x, 1) for x in list(zip(*parts, strict=True))[:2])
         eps, xi = torch.cat([part[2] for part in parts]), torch.cat([p.xi for p in groups])
-        mask = torch.ones_like(finished)
-        grad, xi = pes_gradient(delta, finished, mask, eps, xi, self.r.sigma)
+        mask = torch.ones_like(began)
+        grad, xi = pes_gradient(delta, began, mask, eps, xi, self.r.sigma)
         for p, part in zip(groups, xi.split([len(p.xi) for p in groups]), strict=True):
             p.xi = part
         good = good_pairs(delta, mask).sum()
@@ -287,6 +287,11 @@ class Trainer:
             raise ValueError(
                 f"the run was split over {state['processes']} processes, not {self.world}: "
                 f"resume it with torchrun --nproc-per-node {state['processes']}."
+            )
+        if state["phi"].shape != self.phi.shape:
+            raise ValueError(
+                f"the run's optimizer has {len(state['phi']):,} weights, this code's "
+                f"{len(self.phi):,}, as with other features: start anew, or use the code of then."
             )
         self.step = state["step"]
         self.phi.data.copy_(state["phi"])

@@ -262,15 +262,60 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
 
 
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
-    """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1."""
+    """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
+
+    `names` are those of the params, and `role` is theirs; two roles, as "hidden, output", share a
+    group if nothing else differs.
+    """
     rules, groups = tuple(rules), {}
     for w, role in _with_roles(model, roles):
         fan_in = 1 if w.kind == "bare" and role == "input" else w.fan_in  # bare: taken as a table
         scale = float(fan_in) ** power(role, "update", rules)
         key = {"scale": scale, "fan_in": fan_in, "out_axis": w.out_axis}
         if w.param.requires_grad:
-            groups.setdefault(tuple(key.values()), {"params": [], **key})["params"].append(w.param)
+            new = {"params": [], "names": [], "role": role, **key}
+            group = groups.setdefault(tuple(key.values()), new)
+            group["params"].append(w.param)
+            group["names"].append(w.name)
+            if role not in group["role"]:
+                group["role"] += f", {role}"
     return list(groups.values())
+
+
+def mismatch(mup: bool | None, params: Iterable) -> str | None:
+    """What is wrong between an optimizer's parametrization (None: not known) and its groups."""
+    scales = [g["scale"] for g in params if isinstance(g, dict) and "scale" in g]
+    if mup and not scales:
+        return (
+            "under μP, and these parameters have no roles, so wide nets will not train: use "
+            "mulo.param_groups(model, roles), and mulo.init_ before it."
+        )
+    if mup is False and any(scale != 1 for scale in scales):
+        return (
+            "without μP, and these parameters are scaled by it: pass rules=() to "
+            "mulo.param_groups and mulo.init_."
+        )
+    return None
+
+
+def name_of(p: Tensor, group: dict) -> str:
+    """A parameter as messages call it: by its name if the group has names, else by its shape."""
+    where = next(k for k, other in enumerate(group["params"]) if other is p)
+    return repr(group["names"][where]) if "names" in group else f"of shape {tuple(p.shape)}"
+
+
+def group_table(groups: list[dict]) -> str:
+    """Param groups as a table: role, number of tensors, scale, lr and the commonest shapes."""
+    rows = [("role", "tensors", "scale", "lr", "shapes")]
+    for g in groups:
+        shapes = ["x".join(map(str, p.shape)) or "scalar" for p in g["params"]]
+        counts = sorted({s: shapes.count(s) for s in shapes}.items(), key=lambda c: -c[1])
+        shown = [s if n == 1 else f"{s} ({n})" for s, n in counts[:4]] + ["..."] * (len(counts) > 4)
+        numbers = (f"{float(g[k]):.4g}" for k in ("scale", "lr"))
+        rows.append((g.get("role", "none"), str(len(shapes)), *numbers, ", ".join(shown)))
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 class CoordinateCheck(NamedTuple):

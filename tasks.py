@@ -14,20 +14,50 @@ any width and depth will do; a resnet always has 18 layers, so its name has no d
 kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet at 32x32) and lm (LM1B). Ours are the
 same models on data that needs no download (fashion, fashion8, pixels, teacher), on CIFAR-10
 (c10_vit, c10_resnet), and on any text (text_lm). A task has its parametrization in `rules`: μP, SP
-or anything between. To add a kind, add a line to `KINDS`; the models are in optimizees/models.py,
-the data sets in optimizees/datasets.py.
+or anything between. optimizees/ has the models and the data sets.
+
+A kind of your own is registered by a file, whose path then stands for the kind everywhere
+(examples/own_task.py is one, a regression in 20 lines):
+
+    tasks.register("sines", build, Sines, loss, loss_bound=0.75)
+
+    python metatrain.py --kind my_task.py
+    python evaluate.py tune my_task.py
+    python evaluate.py task my_task.py_w64_d3 --who runs/mulo_m_desk_seed0 adamw
+
+- build(width, depth) makes the model, without buffers. Its roles are inferred, and its initial
+  weights drawn by role: those that build gives it are not used.
+- data(device) makes a data set, an object with these attributes:
+  batch(generators, size)  a tuple of tensors on that device, (len(generators), size, ...) each, the
+                           inputs first. Row k is drawn from the k-th torch.Generator alone, on the
+                           CPU, so a seed gives the same batches everywhere.
+  shape                    of one input
+  classes                  how many there are; None if targets are not classes
+- loss(output, *targets) is the loss of one net, a scalar of 0 or more: the mean over a batch, whose
+  tensors after the inputs are the targets. By default it is the cross-entropy. It is computed for
+  many nets at once by torch.vmap, so neither it nor the model may branch on the values of tensors.
+- loss_bound: PES clips losses there, and diverged nets count as much. About 1.5 times the loss of
+  guessing; by default 1.5 log(classes).
+
+Losses that evaluate.py keeps are of the file as it is, so an edited one trains anew; tuned values
+are kept by name. A script may call `register` itself; a notebook too, but without worker processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
+import hashlib
+import importlib.util
 import math
 import os
 import re
 import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -47,7 +77,7 @@ class Task:
     """A model, its parametrization and its data. `get` makes a task from its name."""
 
     name: str
-    family: str  # "mlp", "vit", "lm" or "resnet"
+    family: str  # "mlp", "vit", "lm", "resnet" or "own"
     dataset: str  # a name for datasets.load
     width: int
     depth: int  # weight layers (mlp), blocks (vit, lm); a resnet has 18 layers
@@ -58,21 +88,33 @@ class Task:
     patch: int = 0
     size: int | None = None  # if given, images are pooled to size x size
     rules: tuple[str, ...] = ALL  # μP; () is SP
+    loss_bound: float | None = None  # where PES clips a loss; by default 1.5 log(classes)
+    own: Own | None = None  # of a registered kind
 
     def __post_init__(self):
+        if self.loss_bound is None:
+            if not self.classes:
+                raise ValueError(f"{self.kind} has no classes: give tasks.register a loss_bound.")
+            object.__setattr__(self, "loss_bound", 1.5 * math.log(self.classes))
         object.__setattr__(self, "rules", tuple(self.rules))  # a list could not be hashed
         resnet, min_depth = self.family == "resnet", 2 if self.family == "mlp" else 1
         if self.depth < min_depth or (resnet and self.depth != 18):
-            fix = "leave it out, a resnet has 18 layers" if resnet else f"use {min_depth} or more"
+            fix = "a resnet has 18, or leave it out" if resnet else f"use {min_depth} or more"
             raise ValueError(f"{self.name} cannot have depth {self.depth}: {fix}.")
         min_width = max(1, self.heads)
         if self.width < min_width or (resnet and self.width % 32):
             fix = "use a multiple of 32" if resnet else f"use {min_width} or more"
             raise ValueError(f"{self.name} cannot be {self.width} wide: {fix}.")
 
+    @property
+    def kind(self) -> str:
+        return self.name[: self.name.rindex("_w")]
+
     def build(self, width: int | None = None) -> nn.Module:
         """The model without multipliers, at any width: to infer roles. To train, use `model`."""
         width = width or self.width
+        if self.own:
+            return self.own.build(width, self.depth)
         logit_power = -1.0 if "multiplier" in self.rules else -0.5
         if self.family == "mlp":
             return MLP(math.prod(self.shape), self.classes, width, self.depth)
@@ -90,6 +132,9 @@ class Task:
         """The model on the meta device, to be called with parameters (torch.func)."""
         with torch.device("meta"):
             model = self.build()
+        for name, _ in model.named_buffers():
+            fix = "compute it in forward, or use a norm without running statistics"
+            raise ValueError(f"{self.kind} has a buffer {name!r}, which stacked nets lack: {fix}.")
         multiply_outputs_(model, self.roles(), self.rules)
         return model
 
@@ -118,6 +163,8 @@ class Task:
 
     def data(self, data_dir: str | None = None, device: str = "cpu", **options):
         """The data set. datasets.load documents where it is looked for, and the options."""
+        if self.own:
+            return _own_data(self.own, str(device))
         if self.family == "lm":
             options["seq_len"] = self.shape[0]
         data = datasets.load(self.dataset, data_dir, device, size=self.size, **options)
@@ -129,8 +176,17 @@ class Task:
         return data
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy on (x, y), or on (tokens, targets, mask) without the padding."""
-        return _cross_entropy(model(batch[0]), *batch[1:])
+        """The loss of one net on a batch: by default the cross-entropy.
+
+        Batches are (x, y), or (tokens, targets, mask), where padding does not count.
+        """
+        if self.own is None:
+            return _cross_entropy(model(batch[0]), *batch[1:])
+        loss = self.own.loss(model(batch[0]), *batch[1:])
+        if loss.ndim:
+            shape = tuple(loss.shape)
+            raise ValueError(f"the loss of {self.kind} is {shape}, not a scalar: take its mean.")
+        return loss
 
     def losses(
         self,
@@ -151,7 +207,7 @@ class Task:
             return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
 
         def loss(p: Params, b: tuple[Tensor, ...]) -> Tensor:  # of one net
-            return _cross_entropy(functional_call(model, p, (b[0],)), *b[1:])
+            return self.loss(partial(functional_call, model, p), b)
 
         return torch.vmap(loss, in_dims=(0, None if shared else 0))(params, tuple(batch))
 
@@ -174,6 +230,33 @@ def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Ten
     return (losses * mask).sum() / mask.sum().clamp_min(1)
 
 
+class Own(NamedTuple):
+    """What a registered kind is made of: see the head of this file."""
+
+    build: Callable[[int, int], nn.Module]  # of width and depth
+    data: Callable[[str], object]  # of the device
+    loss: Callable[..., Tensor]
+    file: str = ""  # that registered it
+    digest: str = ""  # of the file: losses of before an edit are not taken for those after it
+
+
+@functools.cache
+def _own_data(own: Own, device: str):
+    """The data set of a registered kind; kept, and checked once."""
+    data = own.data(device)
+    missing = [x for x in ("batch", "shape", "classes") if not hasattr(data, x)]
+    if missing:
+        raise ValueError(f"the data set has no {missing[0]!r}: the head of tasks.py says what for.")
+    batch, expected = data.batch([torch.Generator()] * 3, 2), (3, 2, *data.shape)
+    shapes = [tuple(x.shape) for x in batch]
+    if shapes[0] != expected or any(shape[:2] != (3, 2) for shape in shapes):
+        raise ValueError(
+            f"batch(3 generators, 2) gives {shapes}: make the inputs {expected}, then the targets "
+            "(3, 2, ...)."
+        )
+    return data
+
+
 class Kind(NamedTuple):
     """What all tasks of a kind have in common: everything but width and depth."""
 
@@ -184,6 +267,8 @@ class Kind(NamedTuple):
     batch_size: int
     patch: int = 0
     size: int | None = None
+    loss_bound: float | None = None
+    own: Own | None = None
 
 
 # The paper's kinds; ours on data that needs no download; ours on data of your own.
@@ -206,6 +291,7 @@ KINDS = {
     "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
     "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),
 }
+FILES: dict[str, str] = {}  # files that were imported, and the kind that each registered
 HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # by width
 MLP_WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # The paper mislabels a row of the c10_mlp tasks: width 1024 is meant.
@@ -228,20 +314,81 @@ def default_heads(width: int) -> int:
     return HEADS.get(width) or (fitting[0] if fitting else 1)
 
 
+def register(
+    name: str,
+    build: Callable[[int, int], nn.Module],
+    data: Callable[[str], object],
+    loss: Callable[..., Tensor] | None = None,
+    batch_size: int = 64,
+    loss_bound: float | None = None,
+) -> None:
+    """Add a kind of your own. The head of this file says what its parts are."""
+    if not re.fullmatch(r"[A-Za-z]\w*", name) or (name in KINDS and not KINDS[name].own):
+        taken = ", ".join(KINDS)
+        raise ValueError(f"{name!r} cannot be registered: use letters, and none of {taken}.")
+    wrong = [k for k, x in (("build", build), ("data", data)) if not callable(x)]
+    if wrong:
+        raise TypeError(f"{wrong[0]} must be a function: the head of tasks.py says which.")
+    if loss_bound is not None and not 0 < loss_bound < math.inf:
+        raise ValueError(f"loss_bound must be a number above 0, not {loss_bound!r}.")
+    own = Own(build, data, loss or _cross_entropy)
+    KINDS[name] = Kind("own", "own", (), 0, batch_size, loss_bound=loss_bound, own=own)
+
+
+def load_file(path: str) -> str:
+    """Import a file that registers a kind, unless that is done; the kind's name."""
+    path = str(Path(path).resolve())
+    if FILES.get(path):
+        return FILES[path]
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"no file {path}: give the path of one that registers a kind.")
+    before, folder, FILES[path] = dict(KINDS), os.path.dirname(path), ""
+    sys.path += [] if folder in sys.path else [folder]  # for what it imports
+    spec = importlib.util.spec_from_file_location(path, path)
+    module = sys.modules[path] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    new = [name for name, kind in KINDS.items() if before.get(name) is not kind]
+    if len(new) != 1:
+        raise ValueError(f"{path} registers {new or 'no kind'}: call tasks.register in it once.")
+    [name] = new
+    if name in before and before[name].own.file:
+        KINDS[name], other = before[name], before[name].own.file
+        raise ValueError(f"{path} registers {name!r}, and so does {other}: rename one of them.")
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    own = KINDS[name].own._replace(file=path, digest=digest)
+    KINDS[name], FILES[path] = KINDS[name]._replace(own=own), name
+    return name
+
+
+def in_own_file(error: Exception) -> bool:
+    """Whether an error arose in a file that was imported here: its traceback tells where."""
+    text = "".join(traceback.format_exception(error))  # also of errors in worker processes
+    return any(f'File "{path}"' in text for path in FILES)
+
+
 def get(name: str, **changes) -> Task:
     """The task of this name, such as in32_mlp_w128_d3 or resnet_w128, with some fields changed.
 
     get(name, rules=()) is in SP. get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes
-    of a UTF-8 file.
+    of a UTF-8 file. get("my_task.py_w64_d3") imports that file.
     """
-    match = re.fullmatch(r"(\w+?)_w(\d+)(?:_d(\d+))?", name)
-    kind = match and KINDS.get(match[1])
-    if not kind or (kind.family == "resnet") == (match[3] is not None):
-        near = difflib.get_close_matches(name, PAPER + DESK, 1, 0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown task {name!r}: {hint}`python tasks.py` lists them all.")
-    width = int(match[2])
-    fields = {"name": name, "width": width, "depth": int(match[3] or 18)} | kind._asdict()
+    match = re.fullmatch(r"(.+?)_w(\d+)(?:_d(\d+))?", name)
+    if not match:
+        how = "a name is kind, width and depth, such as fashion8_mlp_w64_d3"
+        raise ValueError(f"unknown task {name!r}: {how}; `python tasks.py` lists them all.")
+    kind_name = load_file(match[1]) if match[1].endswith(".py") else match[1]
+    if kind_name not in KINDS:
+        kinds = f"use one of {', '.join(KINDS)}, or a .py file that registers your own"
+        raise ValueError(f"unknown kind {kind_name!r}: {kinds}.")
+    kind, width, depth = KINDS[kind_name], int(match[2]), int(match[3] or 18)
+    resnet = kind.family == "resnet"
+    if not match[3] and not resnet:
+        raise ValueError(f"{name!r} has no depth: use {name}_d3.")
+    name = f"{kind_name}_w{width}" + ("" if resnet else f"_d{depth}")
+    fields = {"name": name, "width": width, "depth": depth} | kind._asdict()
+    if kind.own:
+        data = _own_data(kind.own, "cpu")
+        fields |= {"shape": tuple(data.shape), "classes": data.classes}
     if kind.family in ("vit", "lm"):
         fields["heads"] = default_heads(width)
     return Task(**(fields | DEEP.get(name, {}) | changes))
@@ -287,8 +434,12 @@ def main() -> None:
     except BrokenPipeError:  # `python tasks.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
+        if in_own_file(error):
+            raise
         sys.exit(f"tasks.py: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    import tasks  # the module that files of registered kinds import
+
+    tasks.main()

@@ -334,7 +334,7 @@ def fold_side(row, side, k, CASE: tl.constexpr):
         ms = total(place(row, SUMS + side) + 3 + d, block.blocks, 9) / block.n.to(tl.float32)
         x = tl.load(place(row, VALUES + side) + (6 + d) * block.n + block.e, block.ok, 0.0)
         y += x[:, None] * (w * inverse_rms(ms, row.eps, CASE))[None, :]
-    out = place(row, OUT + side) + block.e.to(tl.int64)[:, None] * CASE.HP + h[None, :]
+    out = place(row, OUT + side) + block.e[:, None] * CASE.HP + h[None, :]
     tl.store(out, y, block.ok[:, None])
 
 
@@ -407,8 +407,8 @@ def large_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
     """The network on a tile, by products of matrices in float32."""
     T: tl.constexpr = CASE.R * CASE.W
     h, w0, w = tl.arange(0, CASE.HP), place(row, FOLDED) + 4, row.net + CASE.w1
-    x_at = tl.reshape(x_at, (T, 1)).to(tl.int64) * CASE.HP + h[None, :]
-    y_at = tl.reshape(y_at, (T, 1)).to(tl.int64) * CASE.HP + h[None, :]
+    x_at = tl.reshape(x_at, (T, 1)) * CASE.HP + h[None, :]
+    y_at = tl.reshape(y_at, (T, 1)) * CASE.HP + h[None, :]
     ok = tl.reshape(ok, (T, 1))
     a = tl.load(place(row, OUT) + x_at, ok & (row.kind > 0), 0.0)
     a += tl.load(place(row, OUT + 1) + y_at, ok, 0.0)
@@ -465,10 +465,9 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
     size of `work`, and the launches, each with its kernel, index (programs, 3), case and warps."""
     shape, case, launches = np.frombuffer(shapes, SHAPE), Case(config), []
     A, X, B, Y, C = (shape[k] for k in "AXBYC")
-    if (A * X * B * Y * C > 2**31 - 2**16).any():
-        raise ValueError("A tensor has more than 2^31 entries: use backend='folded'.")
-    matrix = shape["kind"] > 0
-    n = A * B * C * np.stack([X, Y])  # entries of the sides
+    matrix, n = shape["kind"] > 0, A * B * C * np.stack([X, Y])  # entries of the sides
+    if max(np.max(A * X * B * Y * C, initial=0), case.HP * n.max(initial=0)) > 2**31 - 2**16:
+        raise ValueError("A tensor is too large for offsets of 32 bits: use backend='folded'.")
     blocks = A * B * C * triton.cdiv(np.stack([X * matrix, Y]), N)
     parts = np.stack([triton.cdiv(Y, MEANS_W), triton.cdiv(X, MEANS_R)])
 

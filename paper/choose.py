@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import checkpoints
 import evaluate
@@ -38,7 +38,7 @@ def baselines_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
     """Tuned values of AdamW and μAdam; where none are known, their learning rates are tuned now."""
     task = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}", batch_size=r.batch_size)
     return {
-        which: evaluate.best(which, r.kind, r.unroll)
+        which: evaluate.best(which, task.kind, r.unroll)
         or evaluate.tune(which, task, r.unroll, [9001], fixed=evaluate.USUAL, device=device)[0]
         for which in evaluate.BASELINES
     }
@@ -55,16 +55,16 @@ def compare(
         contenders[f"tuned {evaluate.BASELINES[which]}"] = adam, which == "muadam"
     return {
         name: train(with_rules(task, mup), optimizer, r.unroll, seeds, device=device)
-        for name, (optimizer, mup) in contenders.items()
+        for name, (optimizer, mup) in tqdm(contenders.items(), f"comparison at width {width}")
     }
 
 
 def closing_report(run: metatrain.Run, device: str) -> str:
     """Compare the result of a run with tuned baselines: a picture in its folder, and sentences."""
     r, lo = run.trainer.r, mulo.load(run.out / "lo.pt").to(device)
-    widest, baselines = max(r.widths), baselines_for(r, device)
+    widest, kind, baselines = max(r.widths), run.trainer.tasks[0].kind, baselines_for(r, device)
     first, last = metatrain.mean_loss(run.rows[:20]), metatrain.mean_loss(run.rows[-20:])
-    lines = [f"meta-loss {first:.3f} -> {last:.3f} in {run.seconds / 60:.1f} minutes."]
+    lines = [f"meta-loss {first:.4g} -> {last:.4g} in {run.seconds / 60:.1f} minutes."]
     fig, (ax, *axes) = report.figure(3)
     meta = torch.tensor([row["meta_loss"] for row in run.rows])
     ax.plot(meta, color="0.7")
@@ -75,12 +75,12 @@ def closing_report(run: metatrain.Run, device: str) -> str:
         final = {name: float(final_loss(losses).mean()) for name, losses in curves.items()}
         for name, losses in curves.items():
             ax.plot(*smooth(losses.mean(1)), label=name)
-        ax.set(xlabel="step", ylabel="training loss", title=f"{r.kind}, width {width}")
+        ax.set(xlabel="step", ylabel="training loss", title=f"{kind}, width {width}")
         ax.set_ylim(0.8 * min(final.values()), 1.1 * float(curves[r.name][0].mean()))
         ax.legend()
         nets, mine = "one net" if seeds == 1 else f"{seeds} nets", final.pop(r.name)
-        others = ", ".join(f"{name} {x:.3f}" for name, x in final.items())
-        lines.append(f"Final loss at width {width}, {nets}: {r.name} {mine:.3f}; {others}.")
+        others = ", ".join(f"{name} {x:.4g}" for name, x in final.items())
+        lines.append(f"Final loss at width {width}, {nets}: {r.name} {mine:.4g}; {others}.")
     report.save(fig, run.out / "picture.png")
     lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
     return "\n".join(lines)
@@ -111,7 +111,7 @@ def validate(
         losses = train(
             with_rules(task, r["mup"]), lo, steps, VALIDATION_SEEDS, schedule=rate, device=device
         )
-        bound = 1.5 * math.log(task.classes)
+        bound = task.loss_bound
         scores[name] = float(final_loss(losses).nan_to_num(nan=bound).clamp_max(bound).mean())
     return scores
 

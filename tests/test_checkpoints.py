@@ -184,6 +184,10 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     weights = dict(good["weights"])
     forged("shape.pt", weights=weights | {"w0": torch.zeros(39, 5)})
     refused("shape.pt", r"w0 \(39, 5\) instead of \(39, 4\)")
+    forged("flat.pt", weights=weights | {"w0": torch.zeros(38)})
+    refused("flat.pt", "flat.pt is damaged or of another release")
+    forged("features.pt", weights=weights | {"w0": torch.zeros(38, 4)})
+    refused("features.pt", "^features.pt was meta-trained with 38 features, this code has 39: meta")
     del weights["b1"]
     forged("less.pt", weights=weights)
     refused("less.pt", "b1 missing instead of")
@@ -198,6 +202,15 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     refused("weights.pt", "damaged or of another release")
     with pytest.raises(FileNotFoundError, match="give a file's path or a shipped name"):
         mulo.load("nowhere.pt")
+
+
+def test_velo_of_other_features(tmp_path):
+    """Its bank of networks has the features along another axis."""
+    lo = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=8, param_inits=3))
+    lo.bank_w0 = torch.nn.Parameter(torch.zeros(3, 31, 4), requires_grad=False)
+    mulo.save(lo, tmp_path / "lo.pt")
+    with pytest.raises(ValueError, match="with 31 features, this code has 30: meta-train anew"):
+        mulo.load(tmp_path / "lo.pt")
 
 
 def test_from_reference():

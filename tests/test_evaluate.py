@@ -127,6 +127,31 @@ def test_finished_jobs_are_not_run_again(tmp_path, monkeypatch, lo_m):
     assert trained == [[2], [0]]
 
 
+def test_fresh_trains_what_is_kept(tmp_path, monkeypatch, lo_m):
+    """Each net once a session; what it gives replaces the old row, also beside other writers."""
+    old = Results(tmp_path)
+    losses = old.losses(job(lo_m, 4, [0, 1]))
+    assert old.origin() == f"All nets were trained now; their losses are kept in {tmp_path}."
+    for key in old.curves:
+        old.curves[key] = "9 9 9 9"
+    old.save()
+    stale = Results(tmp_path)
+    assert (stale.losses(job(lo_m, 4, [0, 1, 2]))[:, :2] == 9).all()
+    said = f"2 of 3 results were read from {tmp_path}, not trained now: --fresh trains them anew."
+    assert stale.origin() == said
+    trained, train = [], training.train
+    monkeypatch.setattr(
+        training, "train", lambda *a, **k: (trained.append(a[3]), train(*a, **k))[1]
+    )
+    fresh = Results(tmp_path, fresh=True)
+    for _ in range(2):
+        assert torch.equal(fresh.losses(job(lo_m, 4, [0, 1])), losses)
+    assert trained == [[0, 1]]
+    stale.save()
+    assert torch.equal(Results(tmp_path).losses(job(lo_m, 4, [0, 1])), losses)
+    assert "All nets were trained now" in fresh.origin()
+
+
 def test_optimizers_of_one_name_are_told_apart(tmp_path, lo_m):
     """A retrained one, or other rules, make another row."""
     results = Results(tmp_path)
@@ -149,6 +174,40 @@ def test_processes_give_what_one_does(tmp_path, lo_m):
     assert len(one.curves) == 3
     assert one.probed == two.probed
     assert list(one.activations(probe)) == ["layers.0", "layers.1", "head"]
+
+
+def test_a_registered_task_is_known_by_its_file(tmp_path, monkeypatch, lo_m):
+    """Worker processes import it, losses below 0.0001 are kept, and an edit makes another row."""
+    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
+    monkeypatch.setattr(tasks, "FILES", {})
+    text = (ROOT / "examples" / "own_task.py").read_text().replace("square().mean()", "mean() ** 2")
+    (tmp_path / "mine.py").write_text(text)
+    jobs = [Job(lo_m, f"{tmp_path}/mine.py_w{w}_d3", 4, seeds=(0,)) for w in (8, 16)]
+    assert jobs[0].task == "sines_w8_d3"
+    results = Results(tmp_path, processes=2)
+    results.run(jobs)
+    assert len(results.trained) == 2
+    assert 0 < results.losses(jobs[0]).min() < 1e-3
+    task = jobs[0].get_task()
+    expected = training.train(task, lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
+    torch.testing.assert_close(results.losses(jobs[0]), expected, rtol=1e-4, atol=0)
+    with pytest.raises(ValueError, match=rf"adamw is not .* tune {tmp_path}/mine\.py\.$"):
+        Job(contender("adamw"), "sines_w8_d3", 4)
+    before = jobs[0].keys()
+    tasks.KINDS.pop("sines"), tasks.FILES.clear()
+    (tmp_path / "mine.py").write_text(text + "# edited\n")
+    assert Job(lo_m, f"{tmp_path}/mine.py_w8_d3", 4, seeds=(0,)).keys() != before
+
+
+def test_baselines_tuned_for_these_steps_will_do(tmp_path, monkeypatch):
+    """Where the meta-trained horizon has not been tuned for, which comes first."""
+    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
+    evaluate.remember("adamw", "fashion8_mlp", 7, "constant", VALUES | {"lr": 0.7})
+    assert job(contender("adamw"), 7, [0]).values["lr"] == 0.7
+    with pytest.raises(ValueError, match="adamw is not tuned for fashion8_mlp"):
+        job(contender("adamw"), 8, [0])
+    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
+    assert job(contender("adamw"), 7, [0]).values["lr"] == VALUES["lr"]
 
 
 def test_two_evaluations_may_write_to_one_folder(tmp_path, lo_m):
@@ -234,7 +293,7 @@ def test_activations_do_not_change_where_nothing_moves(tmp_path):
 def test_messages(tmp_path, complaint):
     task = ["task", NAME]
     for flags, reason in (
-        (["tune", "fashion9_mlp"], "unknown task"),
+        (["tune", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp"),
         (["tune", "fashion8_mlp", "--seeds", 0], "must be 1 or more"),
         (["tune", "fashion_mlp", "--rates-only"], "first run python evaluate.py tune fashion_mlp"),
         (["validate", tmp_path / "none.pt"], "no learned optimizer"),
@@ -270,9 +329,13 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert "of 32, kept in" in said
     kept = json.loads((tmp_path / "results" / "tuned" / "fashion8_mlp.json").read_text())
     assert kept["muadam, 4 steps, cosine"]["configurations"] == 32
-    said = run("task fashion8_mlp_w8_d3 --who mulo_m adamw --steps 4 --seeds 2 --processes 1")
+    task = "task fashion8_mlp_w8_d3 --who mulo_m adamw --steps 4 --seeds 2 --processes 1"
+    said = run(task)
     assert "fashion8_mlp_w8_d3" in said
     assert said.count("±") == 2
+    assert said.endswith("All nets were trained now; their losses are kept in results.\n")
+    assert "4 of 4 results were read from results, not trained now: --fresh" in run(task)
+    assert run(f"{task} --fresh") == said
     assert "4 layers, final loss: μLO_M" in run("depth --processes 1")
     assert "## Deeper nets" in (tmp_path / "RESULTS.md").read_text()
     monkeypatch.setattr(choose, "validate", lambda *a: {"one task": 1.0, "another": 2.0})

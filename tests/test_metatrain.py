@@ -157,6 +157,28 @@ def test_a_corrupt_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
         metatrain.Run.resume(tmp_path, "cpu")
 
 
+def test_a_run_is_extended(whole, tmp_path, capsys):
+    """From its end, and from before it: the rate follows the cosine of the new length."""
+    for file in whole.glob("checkpoint_*.pt"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    run = metatrain.Run.resume(tmp_path, "cpu")
+    run.extend(8)
+    assert (run.trainer.step, run.trainer.r.steps) == (6, 8)
+    said, r = capsys.readouterr().out, metatrain.recipe("mulo_m", **(TINY | {"steps": 8}))
+    assert said.startswith("8 steps in place of 6: the cosine of the outer rate is stretched to th")
+    rates = [r.lr_end + (r.lr - r.lr_end) * (1 + np.cos(np.pi * k / 6)) / 2 for k in (4, 5)]
+    assert f"at step 6 it is {rates[0]:.2g} in place of {r.lr_end:.2g}, and" in said
+    run.train(minutes=0)
+    assert [row["lr"] for row in run.rows[6:]] == pytest.approx(rates)
+    before, after = finished_run(whole)[0], finished_run(tmp_path)[0]
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 9
+    about = checkpoints.about(tmp_path / "lo.pt")
+    assert about["recipe"]["steps"] == 8
+    assert about["command"].endswith(f"&& python metatrain.py --resume {tmp_path} --steps 8")
+    assert metatrain.Run.resume(tmp_path, "cpu").trainer.r.steps == 8  # its own from now on
+
+
 def test_velo_resumes_too(tmp_path):
     r = metatrain.recipe("muvelo_m", **(TINY | {"lstm_hidden": 6, "param_inits": 5}))
     whole = metatrain.Run(metatrain.Trainer(r, metatrain.new_lo(r)), tmp_path / "whole")
@@ -220,6 +242,7 @@ def test_the_end_of_a_run(tmp_path):
     for width in (16, 128):
         sentence = rf"at width {width}, \w+ nets?: mulo_m [\d.]+; its start [\d.]+, tuned AdamW"
         assert re.search(sentence, done.stdout), done.stdout
+        assert f"comparison at width {width}: 100%" in done.stderr
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     about = checkpoints.about(tmp_path / "lo.pt")
     assert about["command"].startswith("python ")
@@ -267,12 +290,14 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
         (["--device", "foo"], "device 'foo' is not there"),
         (["--unroll", 50], "shortest=500 exceeds unroll=50"),
         (["--checkpoint-every", -1], "--checkpoint-every must be a number of minutes, 0 or more"),
-        (["--kind", "fashion9_mlp"], "unknown task"),
+        (["--kind", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp, in64_mlp,"),
+        (["--kind", "none.py"], f"no file {tmp_path / 'none.py'}: give the path of one that regi"),
         (["--eps", "none"], "eps='none' is unknown: use one of"),
         (["adam"], "unknown recipe 'adam': use one of mulo_s"),
         (["--out", whole], f"has a run already: add --resume {whole}"),
         (["--out", whole / "log.csv"], "choose another --out"),
-        (["--resume", whole, "--steps", 9], "a resumed run keeps its numbers"),
+        (["--resume", whole, "--pairs", 9], "a resumed run keeps its numbers, but for --steps"),
+        (["--resume", whole, "--steps", 6], "is at step 6: give --steps more than that"),
         (["lo_m", "--resume", whole], "a resumed run keeps its numbers"),
         (["--resume", tmp_path], "no checkpoint that can be read"),
         (["--resume", tmp_path / "none"], "is not the folder of a run"),
@@ -309,5 +334,7 @@ def test_the_tutorials_hack(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
-    assert "mulo_m" in done.stderr
     assert done.returncode
+    advice = "meta-train anew, or use the release that made it."
+    refused = f"mulo_m.pt was meta-trained with 39 features, this code has 40: {advice}"
+    assert done.stderr.strip().endswith(refused)

@@ -112,7 +112,8 @@ def test_sparse_gradients_are_refused_before_anything_moves():
     table(torch.tensor([1])).sum().backward()
     opt = mulo.MuLO([dense, table.weight], mulo.SmallFC())
     with pytest.raises(
-        RuntimeError, match="dense gradients only: build the layer with sparse=False"
+        RuntimeError,
+        match=r"dense gradients only: build the layer of .* \(5, 3\) with sparse=False",
     ):
         opt.step()
     assert torch.equal(dense.detach(), torch.ones(4))
@@ -322,6 +323,20 @@ def test_parameters_without_roles_are_warned_of():
         mulo.MuLO(nn.Linear(2, 3), mulo.load("mulo_m"))
     with pytest.raises(TypeError, match="no 'aneal' in a config"):
         mulo.load("mulo_m", aneal=0.0)
+
+
+def test_roles_of_mup_are_warned_of_without_it():
+    """By an optimizer known to be meta-trained in SP, once; by those of unknown origin never."""
+    p = nn.Parameter(torch.zeros(2, 3))
+    scaled, plain = ([{"params": [p], "scale": scale}] for scale in (0.5, 1.0))
+    with pytest.warns(UserWarning, match=r"meta-trained without μP.*pass rules=\(\)") as said:
+        mulo.MuLO(scaled, mulo.load("lo_m", lam1=0.01))
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mulo.MuLO(plain, mulo.load("lo_m"))
+        mulo.MuLO(scaled, mulo.SmallFC())
 
 
 def test_another_default_dtype():

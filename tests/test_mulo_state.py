@@ -115,15 +115,15 @@ def test_mismatched_state_is_refused_whole():
         ("x", foreign),
         (torch.optim.Adam(net.parameters()).state_dict(), foreign),
         (mulo.MuLO(net.parameters(), opt.lo).state_dict(), f"groups of .*, not of .*{fix}"),
-        (good | {"state": {0: {**good["state"][0], "M": 3}}}, f"does not fit this one: {fix}"),
-        (wide.state_dict(), f"does not fit this one: {fix}"),
-        (bad, f"does not fit this one: {fix}"),
+        (good | {"state": {0: {**good["state"][0], "M": 3}}}, f"does not fit it: {fix}"),
+        (wide.state_dict(), f"does not fit it: {fix}"),
+        (bad, f"does not fit it: {fix}"),
     ):
         with pytest.raises(ValueError, match=message):
             opt.load_state_dict(state)
     for k, state in opt.state_dict()["state"].items():
         assert all(torch.equal(v, good["state"][k][name]) for name, v in state.items())
-    with pytest.raises(ValueError, match="does not fit this one"):
+    with pytest.raises(ValueError, match="does not fit it"):
         mulo.MuLO(make()[1].param_groups, velo(), num_steps=9).load_state_dict(good)
     wider.load_state_dict(wide.state_dict())
 
@@ -134,8 +134,30 @@ def test_mismatched_state_is_refused_whole():
     with pytest.raises(ValueError, match="no memory of VeLO's losses"):
         opt.load_state_dict(state)
     other = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=6, param_inits=4))
-    with pytest.raises(ValueError, match="does not fit this one"):
+    with pytest.raises(ValueError, match="does not fit it"):
         make(other, num_steps=9)[1].load_state_dict(opt.state_dict())
+
+
+def test_state_from_before_groups_had_names():
+    """It loads, and the names and roles of the new optimizer stay; messages use them."""
+    x, y = task(MLP)
+    (net, opt), (again, new) = make(), make()
+    train(net, opt, 3, x, y)
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        del group["names"], group["role"]
+    new.load_state_dict(saved)
+    again.load_state_dict(net.state_dict())
+    for group, known in zip(new.param_groups, opt.param_groups, strict=True):
+        assert (group["names"], group["role"]) == (known["names"], known["role"])
+    for n, o in ((net, opt), (again, new)):
+        train(n, o, 2, x, y)
+    assert torch.equal(values(net), values(again))
+    last = new.param_groups[-1]
+    k = saved["param_groups"][-1]["params"][-1]
+    del saved["state"][k]["M"]
+    with pytest.raises(ValueError, match=f"state of parameter '{last['names'][-1]}' does not fit"):
+        new.load_state_dict(saved)
 
 
 def test_copies():

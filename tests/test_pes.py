@@ -12,6 +12,7 @@ from golden_files import GOLDEN
 import metatrain
 import pes
 import roles
+import tasks
 from pes import pes_gradient
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +33,9 @@ def test_golden_formula(case, sign):
     mask = torch.tensor(z[f"{case}/mask"])
     if sign:
         delta = (0.3 * (delta * mask).mean(0).sign()).expand_as(delta)
-    finished = torch.tensor(z[f"{case}/is_done"]).cumsum(0) > 0
+    began = torch.tensor(z[f"{case}/is_done"]).cumsum(0) > 0
     eps, xi = (flat(z, f"{case}/{k}", "ab") for k in ("eps", "acc_before"))
-    grad, new_xi = pes_gradient(delta, finished, mask, eps, xi, float(z["cfg/std"]))
+    grad, new_xi = pes_gradient(delta, began, mask, eps, xi, float(z["cfg/std"]))
     expected = flat(z, f"{case}{sign}/grad", "ab", pairs=False)
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
     torch.testing.assert_close(new_xi, flat(z, f"{case}{sign}/acc_after", "ab"))
@@ -44,13 +45,13 @@ def test_a_bad_pair_is_left_out():
     """NaN in one pair: the gradient is that of the others; the reference gives NaN for all."""
     z = np.load(GOLDEN / "pes_formula.npz")
     delta = torch.tensor(z["nan/p_loss"] - z["nan/n_loss"])
-    mask, finished = torch.tensor(z["nan/mask"]), torch.tensor(z["nan/is_done"]).cumsum(0) > 0
+    mask, began = torch.tensor(z["nan/mask"]), torch.tensor(z["nan/is_done"]).cumsum(0) > 0
     eps, xi = (flat(z, f"nan/{k}", "ab") for k in ("eps", "acc_before"))
     good = torch.where(mask, delta, 0).isfinite().all(0)
     assert 0 < good.sum() < len(good)
-    grad, _ = pes_gradient(delta, finished, mask, eps, xi, 0.01)
+    grad, _ = pes_gradient(delta, began, mask, eps, xi, 0.01)
     expected, _ = pes_gradient(
-        delta[:, good], finished[:, good], mask[:, good], eps[good], xi[good], 0.01
+        delta[:, good], began[:, good], mask[:, good], eps[good], xi[good], 0.01
     )
     torch.testing.assert_close(grad, expected)
     assert grad.isfinite().all()
@@ -88,9 +89,9 @@ def test_golden_quadratic():
             dones.append(done)
         np.testing.assert_array_equal(torch.stack(masks), z["mask"][call])
         np.testing.assert_array_equal(torch.stack(dones), z["is_done"][call])
-        finished = torch.stack(dones).cumsum(0) > 0
+        began = torch.stack(dones).cumsum(0) > 0
         grad, xi = pes_gradient(
-            torch.stack(deltas), finished, torch.stack(masks), eps, xi, float(z["cfg/std"])
+            torch.stack(deltas), began, torch.stack(masks), eps, xi, float(z["cfg/std"])
         )
         np.testing.assert_allclose(grad[:3], z["grad/drift"][call], rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(grad[3], z["grad/log_lr"][call], rtol=1e-3, atol=1e-3)
@@ -160,10 +161,10 @@ def test_halves_of_a_pair_share_all_but_phi(name):
     [particles] = trainer.particles[0]
     n, seen = 4, []
     for _ in range(6):
-        delta, finished, eps, *_ = particles.truncation(trainer.phi.detach())
+        delta, began, eps, *_ = particles.truncation(trainer.phi.detach())
         assert not delta.any()
         assert eps.any()
-        seen.append(finished)
+        seen.append(began)
         for p in (*particles.theta.values(), *particles.state.values()):
             assert torch.equal(p[:n], p[n:])
         assert (particles.t <= particles.length).all()
@@ -193,12 +194,12 @@ def test_divergence_restarts_the_pair_and_spares_the_others():
     particles.truncation(trainer.phi.detach())
     particles.t[:], particles.length[:] = 5, 100
     particles.theta["layers.0.weight"][0] = float("nan")
-    delta, finished, _, loss, gone = particles.truncation(trainer.phi.detach())
+    delta, began, _, loss, gone = particles.truncation(trainer.phi.detach())
     assert gone == 1
     assert delta.isfinite().all()
     assert float(loss) < particles.bound
-    assert finished[:, 0].tolist() == [False, True, True, True]
-    assert not finished[:, 1].any()
+    assert began[:, 0].tolist() == [False, True, True, True]
+    assert not began[:, 1].any()
     assert all(p.isfinite().all() for p in particles.theta.values())
 
 
@@ -280,6 +281,25 @@ def test_losses_are_clipped(monkeypatch):
     assert gone == trainer.r.truncation
 
 
+def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
+    """A regression has no classes: its kind says where, and a diverged net counts as much."""
+    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
+    monkeypatch.setattr(tasks, "FILES", {})
+    r = metatrain.recipe("mulo_m", **(TINY | {"kind": str(ROOT / "examples" / "own_task.py")}))
+    trainer = metatrain.Trainer(r, metatrain.new_lo(r))
+    assert [groups[0].bound for groups in trainer.particles] == [0.75, 0.75]
+    assert trainer_of().particles[0][0].bound == pytest.approx(1.5 * np.log(10))
+    losses = [trainer.advance()["meta_loss"] for _ in range(3)]
+    assert all(0.3 < loss < 0.75 for loss in losses)
+    [particles] = trainer.particles[0]
+    particles.theta["0.weight"][0] = float("nan")
+    particles.t[:], particles.length[:] = 0, 100
+    delta = particles.truncation(trainer.phi.detach())[0]
+    assert 0 < float(delta[0, 0]) <= 0.75
+    meta = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
+    assert "sines_w8_d3: nets and their state" in pes.expected_memory(meta)
+
+
 @pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
 def test_gradients_by_independent_bookkeeping(name):
     """Each step's difference times the sum of the perturbations since that net's own t = 0."""
@@ -297,14 +317,14 @@ def test_gradients_by_independent_bookkeeping(name):
             for k, groups in enumerate(trainer.particles)
             if particles in groups
         )
-        delta, finished, eps = out[:3]
+        delta, began, eps = out[:3]
         for j in range(len(before)):
             mine, total = history[k][first + j], 0.0
             for t in range(T):
-                new = bool(finished[t, j])
+                new = bool(began[t, j])
                 sum_eps = eps[j] + (0 if new else sum(mine, torch.zeros_like(eps[j])))
                 total = total + delta[t, j] * sum_eps / T
-            mine[:] = [eps[j]] if bool(finished[-1, j]) else [*mine, eps[j]]
+            mine[:] = [eps[j]] if bool(began[-1, j]) else [*mine, eps[j]]
             grads.append(total / (2 * trainer.r.sigma**2))
         return out
 
@@ -380,3 +400,14 @@ def test_three_outer_steps_as_before(name):
     kept = np.load(ROOT / "tests" / "golden" / "regression.npz")
     np.testing.assert_allclose(trainer.phi.detach(), kept[f"pes/{name}"], rtol=0, atol=5e-6)
     assert row["meta_loss"] == pytest.approx(float(kept[f"pes/{name}/meta_loss"]), abs=1e-6)
+
+
+def test_a_run_of_other_features_is_refused():
+    """A checkpoint of a network of another size, as when a feature was added since."""
+    trainer = trainer_of()
+    state = trainer.state_dict()
+    before = trainer.phi.detach().clone()
+    with pytest.raises(ValueError, match=r"optimizer has 3 weights, this code's \d+.*start anew"):
+        trainer.load_state_dict(state | {"phi": torch.zeros(3), "step": 5})
+    assert trainer.step == 0
+    assert torch.equal(trainer.phi, before)

@@ -335,6 +335,39 @@ def test_roles_by_hand_and_their_errors():
         roles_of(MLP, width=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rules", [ALL, ()])
+def test_groups_have_names_and_roles(family, rules):
+    """Names are parallel to params; a group says every role in it, two if they share it."""
+    model, roles, seen = family(8), roles_of(family), set()
+    for group in mulo.param_groups(model, roles, rules):
+        named = dict(zip(group["names"], group["params"], strict=True))
+        assert all(model.get_parameter(name) is p for name, p in named.items())
+        assert set(group["role"].split(", ")) == {roles[name] for name in named}
+        seen |= named.keys()
+    assert seen == roles.keys()
+    shared = [g["role"] for g in mulo.param_groups(MLP(8), roles_of(MLP), ())]
+    assert "hidden, output" in shared  # both of fan_in 8, and in SP nothing else tells them apart
+
+
+def test_the_table_of_groups():
+    model = nn.Sequential(nn.Linear(3, 8), *(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 2))
+    roles = dict.fromkeys((n for n, _ in model.named_parameters()), "input")
+    roles |= {f"{k}.weight": "hidden" for k in (1, 2, 3)} | {"4.weight": "output"}
+    opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.SmallFC())
+    opt.param_groups[0]["lr"] = torch.tensor(0.5)
+    assert repr(opt).splitlines() == [
+        "MuLO (small_fc)",
+        "role    tensors  scale  lr   shapes",
+        "input   1        1      0.5  8x3",
+        "input   5        1      1    8 (4), 2",
+        "hidden  3        0.125  1    8x8 (3)",
+        "output  1        1      1    2x8",
+    ]
+    many = mulo.MuLO([nn.Parameter(torch.zeros(n)) for n in range(1, 7)], mulo.SmallFC())
+    assert repr(many).splitlines()[-1] == "none  6        1      1   1, 2, 3, 4, ..."
+
+
 def test_wrapped_models_keep_their_roles():
     roles = roles_of(MLP)
     groups = len(mulo.param_groups(MLP(8), roles))

@@ -1,16 +1,25 @@
-"""Tasks: the paper's table, stacked nets against single ones, and μP in all families."""
+"""Tasks: the paper's table, stacked nets against single ones, and μP in all families; one's own."""
 
 import itertools
 import math
+import re
+import shutil
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import evaluate
+import metatrain
 import mulo
 import tasks
+import training
+from optimizees import datasets
+from optimizees.models import MLP
 from roles import ALL, NORMS, coordinate_check, weights_of
 
 ROOT = Path(__file__).parents[1]
@@ -108,15 +117,17 @@ def test_any_width_and_depth():
     assert tasks.get("lm_w100_d2").heads == 2
     assert tasks.get("text_lm_w64_d3", dataset="text:book.txt").dataset == "text:book.txt"
     assert tasks.get("fashion_mlp_w8_d2", batch_size=7).batch_size == 7
+    assert tasks.get("fashion_resnet_w32_d18") == tasks.get("fashion_resnet_w32")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mlp_w128", "unknown task 'mlp_w128': did you mean '.*_mlp_w128_d3'"),
-        ("in32_mlp_w128", "did you mean 'in32_mlp_w128_d3'"),
-        ("resnet_w128_d3", "did you mean 'resnet_w128'"),
-        ("", "`python tasks.py` lists them all"),
+        ("mlp_w128", "unknown kind 'mlp': use one of in32_mlp, .*text_lm, or a .py file that reg"),
+        ("in32_mlp_w128", "'in32_mlp_w128' has no depth: use in32_mlp_w128_d3"),
+        ("resnet_w128_d3", "resnet_w128 cannot have depth 3: a resnet has 18, or leave it out"),
+        ("", "unknown task '': a name is kind, width and depth, such as fashion8_mlp_w64_d3"),
+        ("fashion8_mlp", "`python tasks.py` lists them all"),
         ("c10_mlp_w64_d1", "c10_mlp_w64_d1 cannot have depth 1: use 2 or more"),
         ("fashion_resnet_w40", "cannot be 40 wide: use a multiple of 32"),
         ("fashion_resnet_w0", "cannot be 0 wide: use a multiple of 32"),
@@ -131,7 +142,7 @@ def test_names_that_are_wrong(name, message):
 
 def test_changes_that_are_wrong():
     for depth in (17, 20):
-        with pytest.raises(ValueError, match=f"depth {depth}: leave it out, a resnet has 18 laye"):
+        with pytest.raises(ValueError, match=f"depth {depth}: a resnet has 18, or leave it out"):
             tasks.get("resnet_w128", depth=depth)
     with pytest.raises(ValueError, match="cannot be 2 wide: use 3 or more"):
         tasks.get("vit_w2_d3", heads=3)
@@ -325,3 +336,163 @@ def test_command_line(monkeypatch, capsys, complaint):
     assert "hidden" in shown
     assert complaint(tasks, "mlp").startswith("tasks.py: unknown task 'mlp'")
     assert "give a task's name, or: download DATASET" in complaint(tasks, "download")
+
+
+# ---------------------------------------------------------------- kinds of one's own
+
+
+@pytest.fixture
+def no_kinds(monkeypatch):
+    """What is registered in a test is forgotten after it."""
+    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
+    monkeypatch.setattr(tasks, "FILES", {})
+
+
+OWN = (ROOT / "examples" / "own_task.py").read_text()
+
+
+def test_own_task(no_kinds):
+    """The example: its parts, its losses against a loop over single nets, and Adam trains it."""
+    P, task = 3, tasks.get(f"{ROOT}/examples/own_task.py_w16_d4")
+    assert (task.name, task.kind, task.shape) == ("sines_w16_d4", "sines", (8,))
+    assert task == tasks.get("sines_w16_d4")
+    assert task == tasks.get(f"{ROOT}/tests/../examples/own_task.py_w16_d4")  # imported once
+    assert task.roles() | {"6.weight": "output", "2.weight": "hidden"} == task.roles()
+    assert tasks.get("sines_w16_d4", loss_bound=3.0).loss_bound == 3
+    batch = task.data().batch([seeded(k) for k in range(P)], 5)
+    params = task.init(P, seeded(), zero_output=False)
+    losses = task.losses(params, batch)
+    for k in range(P):
+        model = task.skeleton().to_empty(device="cpu")
+        model.load_state_dict({n: p[k] for n, p in params.items()})
+        y = model(batch[0][k])
+        torch.testing.assert_close(losses[k], (y - batch[1][k]).square().mean())
+        torch.testing.assert_close(task.loss(model, tuple(b[k] for b in batch)), losses[k])
+    curve = training.train(task, partial(training.Adam, lr=torch.full((2,), 0.1)), 100, [0, 1])
+    assert curve[0].mean() == pytest.approx(0.49, abs=0.1)
+    assert curve[-10:].mean() < 0.2
+
+
+def test_cross_entropy_is_the_default(no_kinds):
+    """With a data set of datasets.py and its classes: the task is teacher_mlp."""
+    tasks.register("mine", partial(MLP, 64, 10), lambda device: datasets.Teacher(device=device))
+    task, known = tasks.get("mine_w16_d3"), tasks.get("teacher_mlp_w16_d3")
+    assert (task.loss_bound, task.batch_size) == (1.5 * math.log(10), 64)
+    batch = task.data().batch([seeded(), seeded(1)], 7)
+    params = task.init(2, seeded(), zero_output=False)
+    torch.testing.assert_close(task.losses(params, batch), known.losses(params, batch))
+
+
+WRONG = {  # what is replaced in the example, by what: what is said about it
+    ('"sines"', '"vit"'): "'vit' cannot be registered: use letters, and none of in32_mlp, ",
+    ('"sines"', '"my sines"'): "'my sines' cannot be registered",
+    ("build, Sines", "3, Sines"): "build must be a function",
+    ("loss_bound=0.75", "loss_bound=0"): "loss_bound must be a number above 0, not 0",
+    (", loss_bound=0.75", ""): "sines has no classes: give tasks.register a loss_bound",
+    ("shape, classes = (8,), None", "shape = (8,)"): "the data set has no 'classes'",
+    ("(8,), None", "(9,), None"): r"gives \[\(3, 2, 8\), .*: make the inputs \(3, 2, 9\)",
+    (
+        "tasks.register",
+        "(lambda *parts, **numbers: 0)",
+    ): r"mine\.py registers no kind: call tasks\.register in it once",
+}
+
+
+@pytest.mark.parametrize("edit", WRONG)
+def test_own_tasks_that_are_wrong(edit, tmp_path, no_kinds):
+    (tmp_path / "mine.py").write_text(OWN.replace(*edit))
+    with pytest.raises((ValueError, TypeError), match=WRONG[edit]):
+        tasks.get(f"{tmp_path}/mine.py_w8_d3")
+
+
+def test_own_models_and_losses_that_are_wrong(no_kinds):
+    class Data:
+        shape, classes = (3,), 2
+
+        def __init__(self, device):
+            pass
+
+        def batch(self, generators, size):
+            return torch.zeros(len(generators), size, 3), torch.zeros(len(generators), size).long()
+
+    tasks.register("two", lambda w, d: nn.Sequential(nn.Linear(3, w), nn.Linear(w, 2)), Data,
+                   loss=lambda y, t: y.sum(-1))  # fmt: skip
+    task = tasks.get("two_w8_d2")
+    with pytest.raises(ValueError, match=r"the loss of two is \(4,\), not a scalar: take its mean"):
+        task.losses(task.init(2, seeded()), task.data().batch([seeded()] * 2, 4))
+    tasks.register("norm", lambda w, d: nn.Sequential(nn.Linear(3, w), nn.BatchNorm1d(w)), Data)
+    with pytest.raises(ValueError, match=r"norm has a buffer '1\.running_mean', which .*: compute"):
+        tasks.get("norm_w8_d2").init(2, seeded())
+
+
+def test_files_of_one_kind_are_told_apart(tmp_path, no_kinds):
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(OWN)
+    first = tasks.get(f"{tmp_path}/a.py_w8_d3")
+    with pytest.raises(ValueError, match=r"b\.py registers 'sines', and so does .*a\.py: rename"):
+        tasks.get(f"{tmp_path}/b.py_w8_d3")
+    assert tasks.get("sines_w8_d3") == first
+
+
+def test_errors_of_ones_own_code_have_a_traceback(tmp_path, no_kinds, monkeypatch, complaint):
+    """They are not cut to a sentence, at import and in training; errors of ours are."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, program=metatrain, *flags):
+        (tmp_path / "mine.py").write_text(text)
+        flags = flags or ("--kind", "mine.py", "--steps", "1", "--out", tmp_path / "run")
+        monkeypatch.setattr(sys, "argv", ["program", *map(str, flags)])
+        program.main()
+
+    with pytest.raises(ValueError, match="at import"):
+        run("raise ValueError('at import')")
+    tasks.FILES.clear()
+    wrong = OWN.replace("return (output", "raise ValueError('in training')\n    return (output")
+    with pytest.raises(ValueError, match="in training"):
+        run(wrong)
+    who = [ROOT / "weights" / name for name in ("mulo_m.pt", "lo_m.pt")]
+    flags = ("task", "mine.py_w8_d3", "--steps", 2, "--seeds", 1, "--processes", 2, "--who", *who)
+    with pytest.raises(RuntimeError, match=r"2 of 2 jobs failed: .*in training") as error:
+        run(wrong, evaluate, *flags)
+    assert 'mine.py", line' in str(error.value.__cause__.__cause__)  # of the worker process
+    assert "no learned optimizer" in complaint(evaluate, *flags, "x")
+
+
+def test_own_task_on_the_command_line(tmp_path):
+    """Meta-trained, extended, tuned for and evaluated by two processes; it is in a folder of its
+    own, with a module that it imports, and so is the project."""
+    project, mine, elsewhere = (tmp_path / name for name in ("project", "mine", "elsewhere"))
+    for folder in (project, mine, elsewhere):
+        folder.mkdir()
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, project)
+    for folder in ("kernels", "optimizees", "paper", "data", "weights"):
+        (project / folder).symlink_to(ROOT / folder)
+    start, end = OWN.index("class Sines"), OWN.index("def build")
+    (mine / "own_data.py").write_text("import torch\n\n\n" + OWN[start:end])
+    (mine / "mine.py").write_text(f"{OWN[:start]}from own_data import Sines\n\n\n{OWN[end:]}")
+
+    def run(line, folder=tmp_path):
+        program, *flags = line.split()
+        command = [sys.executable, project / program, *flags]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    small = "--steps 3 --widths 8 --pairs 2 --truncation 3 --unroll 5 --shortest 5 --batch-size 8"
+    said = run(f"metatrain.py --kind mine/mine.py {small} --out run")
+    assert "Final loss at width 64, one net: mulo_m 0." in said
+    said = run("metatrain.py --resume ../run --steps 5 --no-picture", elsewhere)
+    assert "5 steps in place of 3" in said
+    said = run("evaluate.py tune mine/mine.py --width 8 --steps 5 --seeds 1")
+    assert "of 504, kept in" in said
+    assert (project / "results" / "tuned" / "sines.json").exists()
+    names = "mine/mine.py_w8_d3 mine/mine.py_w16_d3"
+    said = run(f"evaluate.py task {names} --who run adamw --steps 5 --seeds 2 --processes 2")
+    head, *rows, last = said.splitlines()
+    assert head.split() == ["run", "adamw"]
+    assert [row.split()[0] for row in rows] == ["sines_w8_d3", "sines_w16_d3"]
+    losses = [float(x) for row in rows for x in re.findall(r"(\S+) ±", row)]
+    assert len(losses) == 4
+    assert all(0.1 < x < 0.75 for x in losses)
+    assert last == "All nets were trained now; their losses are kept in results."
