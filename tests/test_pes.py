@@ -9,6 +9,7 @@ import pytest
 import torch
 from golden_files import GOLDEN
 
+import estimate
 import metatrain
 import pes
 import roles
@@ -297,7 +298,7 @@ def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
     delta = particles.truncation(trainer.phi.detach())[0]
     assert 0 < float(delta[0, 0]) <= 0.75
     meta = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
-    assert "sines_w8_d3: nets and their state" in pes.expected_memory(meta)
+    assert "sines_w8_d3: nets and their state" in estimate.report(meta, estimate.CARDS["a6000"])
 
 
 @pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
