@@ -241,13 +241,14 @@ def generate(
     x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
+    fractions: Tensor | None = None,  # an exported graph passes its own, as for `timescales`
 ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
     """VeLO before each step: advance the LSTM; return its state, and each tensor's MLP and alpha.
 
     P nets of T tensors each; the weights are (P, T, ...), alpha is (P, T).
     """
     memory, x_loss = features.loss_features(memory, loss, decays)
-    x_time = features.fraction_features(t, num_steps, config.spec)
+    x_time = features.fraction_features(t, num_steps, config.spec, fractions)
     x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
     x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
     h, cell = lstm_step(phi, x, h, cell)
@@ -554,7 +555,7 @@ class MuLO(torch.optim.Optimizer):
             own = {k: w[:, part].to(d) for k, w in phi.items()}
             a = alpha[:, part].to(d)
             if config.param_scale_mult:
-                a = a * torch.stack([features.param_scale(x.p) for x in members], 1).to(a.dtype)
+                a = a * torch.stack([self._param_scale(x) for x in members], 1).to(a.dtype)
             backend = kernels.choose(self.backend, config, d)
             made[d], start = (Weights(config, own, backend), a), part.stop
         return made
@@ -562,6 +563,9 @@ class MuLO(torch.optim.Optimizer):
     def _tensor_features(self, x: Stack) -> Tensor:
         """What the LSTM sees of a tensor, (1, 12)."""
         return features.tensor_features(x.p, x.acc.M, x.acc.V).float()
+
+    def _param_scale(self, x: Stack) -> Tensor:
+        return features.param_scale(x.p)
 
     def _hyper(self, memory: LossBuffer, loss, t, x_tensor, h, cell) -> tuple:
         """`generate` with this optimizer's weights: what a subclass may run elsewhere."""
@@ -593,7 +597,10 @@ class MuLO(torch.optim.Optimizer):
         saved = self._check_state_dict(state_dict)
         super().load_state_dict(state_dict)  # which casts the state to the parameters' dtype
         for p, state in saved:
-            self.state[p] = {k: x.detach().to(p.device, copy=True) for k, x in state.items()}
+            self.state[p] = {
+                k: x.detach().to(p.device, copy=True, memory_format=torch.contiguous_format)
+                for k, x in state.items()
+            }
         if "loss" in self.state:
             memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
             self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}
