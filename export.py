@@ -305,7 +305,8 @@ def signature(lo: LO, kind: str) -> dict:
     listed = [{"name": k, "shape": s, "dtype": "float32"} for k, s in inputs.items()]
     for x in listed:
         x |= {"meaning": MEANINGS[x["name"]]} if x["name"] in MEANINGS else {}
-        x |= {"first": first.get(x["name"], 0.0)} if f"new_{x['name']}" in outputs else {}
+        if f"new_{x['name']}" in outputs and x["name"] != "p":
+            x["first"] = first.get(x["name"], 0.0)
     made = [{"name": k, "shape": s, "dtype": "float32"} for k, s in outputs.items()]
     return {"use": NOTES[kind], "inputs": listed, "outputs": made}
 

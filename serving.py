@@ -295,7 +295,10 @@ class OrtMuLO(MuLO):
 
         def gather(tensors: Iterable[Tensor]) -> Tensor:
             parts = [how.to_graph(x) for how, x in zip(layouts, tensors, strict=True)]
-            return (torch.cat(parts) if len(parts) > 1 else parts[0]).float().contiguous()
+            if len(parts) > 1:
+                return torch.cat(parts).float()
+            flat = parts[0].squeeze()  # torch transposes fastest what has two axes
+            return flat.float().contiguous().view(parts[0].shape)
 
         inputs = {"p": gather(x.p for x in stacks), "g": gather(grads[n] for n in index)}
         inputs |= {k: gather(getattr(x.acc, k) for x in stacks) for k in Accumulators._fields}
@@ -308,7 +311,8 @@ class OrtMuLO(MuLO):
         outputs = self.session(kind).run(inputs, finite=())
         for k, (how, x) in enumerate(zip(layouts, stacks, strict=True)):
             for name, old in (("p", x.p), *x.acc._asdict().items()):
-                old.copy_(how.from_graph(outputs[f"new_{name}"][k : k + 1], old))
+                new = how.from_graph(outputs[f"new_{name}"][k : k + 1], old)
+                old.squeeze().copy_(new.squeeze())
 
     def _param_scale(self, x: Stack) -> Tensor:
         return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)
