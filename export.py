@@ -14,9 +14,8 @@ A learned optimizer is one graph per kind of tensor, state in and state out:
     hyper    VeLO only, before the steps: the LSTM, which generates the network of every tensor
 
 Each graph is an .onnx file (opset 20) and a .pt2 file (torch.export); one .ts file (TorchScript,
-for libtorch of the same version) has them all as methods. Beside them are <name>.pt, the learned
-optimizer itself, and <name>.json, all that a caller must know: inputs, outputs and state with
-their first values, the rules of μP, features, decays, epsilons. Every file carries it as well.
+for libtorch of the same version) has them all as methods. <name>.pt is the learned optimizer,
+<name>.json all that a caller must know, which every file carries as well.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ import io
 import json
 import logging
 import math
-import os
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
-from itertools import pairwise
+from functools import partial, partialmethod
+from itertools import pairwise, product
 from pathlib import Path
 
 import onnxruntime
 import torch
-from onnx import helper
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -56,7 +54,6 @@ from roles import RULES
 FORMAT, VERSION = "mulo-export", 2
 TOLERANCE = 3e-6  # of the largest update, or entry of the state
 BLOCK = 262_144  # floats of a hidden layer that onnxruntime works on at a time
-CUT = ("p", "X", "y_row")  # what it cuts into blocks of rows
 SIZES = {"b": 2, "e": 3, "m": 5, "n": 7, "T": 11}  # to trace with: none is 1
 Shapes = dict[str, tuple[int | str, ...]]  # by name; letters are free sizes
 
@@ -96,15 +93,13 @@ class Graphs(nn.Module):
 
     def __init__(self, lo: LO, *only: str):
         super().__init__()
-        self.config, made = lo.config, only or kinds(lo.config)
-        velo, phi = lo.config.net == "velo", mulo.stacked(lo)
+        self.config, velo = lo.config, lo.config.net == "velo"
         times = features.FRACTIONS if velo else features.TIMESCALES
-        buffers = {"times": torch.tensor(times, dtype=torch.float32)}
-        if not velo or "hyper" in made:
-            buffers |= {f"phi_{k}": w for k, w in phi.items()}
-        if {"tensor", "vector"} & {*made}:  # decays as numbers: exp differs between runtimes
-            rates = features.rates_of({"w0": torch.zeros(1)} if velo else phi)
-            buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}
+        buffers = {"times": torch.tensor(times), "one": torch.ones(1)}
+        rates = features.rates_of({"w0": torch.zeros(1)} if velo else mulo.stacked(lo))
+        buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
+        if not velo or "hyper" in (only or kinds(lo.config)):
+            buffers |= {f"phi_{k}": w for k, w in mulo.stacked(lo).items()}
         for k, x in buffers.items():
             self.register_buffer(k, x.detach().float().clone())
 
@@ -114,18 +109,17 @@ class Graphs(nn.Module):
             return {k: w for k, w in x.items() if k[0] in "wb"}
         return {k[4:]: w for k, w in self.named_buffers() if k.startswith("phi_")}
 
-    def tensor(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self.step("tensor", inputs)
-
-    def vector(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self.step("vector", inputs)
-
-    def step(self, kind: str, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def step(self, kind: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         x = dict(zip(shapes(self.config, kind)[0], inputs, strict=True))
         acc, w, X, ys, scale = self.prepare(kind, x)
         p = folded.update(self.config, self.phi(x), x["p"], w, X, ys, scale, x["decay"])
-        new = p, *acc
-        return (*new, self.summary(p, acc.M, acc.V, x["features"])) if "features" in x else new
+        if "features" not in x:
+            return p, *acc
+        seen = features.tensor_features(p, acc.M, acc.V, torch.zeros((), device=p.device))
+        rank = x["features"][:, 1:6]  # stays as it was given
+        return p, *acc, torch.cat([seen[:, :1], rank, seen[:, 6:]], 1)
+
+    tensor, vector = partialmethod(step, "tensor"), partialmethod(step, "vector")
 
     def prepare(self, kind: str, x: dict[str, Tensor]) -> tuple:
         """The step up to the network's first layer, as in folded.prepare."""
@@ -136,14 +130,12 @@ class Graphs(nn.Module):
         if self.config.param_scale_mult:
             scale = scale * features.param_scale(p)
         acc = Accumulators(*(x[k] for k in Accumulators._fields))
-        rates, eps_scale = Rates(self.rate_M, self.rate_V, self.rate_rc), x.get("eps_scale", 1.0)
-        given = p, x["g"], x["t"], scale, dims, eps_scale, rates, self.times
+        rates = Rates(self.rate_M, self.rate_V, self.rate_rc)
+        one = x.get(
+            "eps_scale", self.one
+        )  # ONNX optimizers delete the epsilons if they are scalars
+        given = p, x["g"], x["t"], scale, dims, one, rates, self.times
         return folded.prepare(self.config, self.phi(x), acc, *given)
-
-    def summary(self, p: Tensor, M: Tensor, V: Tensor, old: Tensor) -> Tensor:
-        """VeLO: what the LSTM will see of each tensor; the rank stays as it was given."""
-        new = features.tensor_features(p, M, V, torch.zeros((), device=p.device))
-        return torch.cat([new[:, :1], old[:, 1:6], new[:, 6:]], 1)
 
     def hyper(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         x = dict(zip(shapes(self.config, "hyper")[0], inputs, strict=True))
@@ -152,11 +144,7 @@ class Graphs(nn.Module):
         memory, h, cell, weights, alpha = mulo.generate(
             self.config, self.phi(), memory, x["loss"][None], x["loss_decay"], *rest, self.times
         )
-        found = memory._asdict() | weights | {"h": h, "cell": cell, "alpha": alpha}
-        names = (
-            k.removeprefix("new_").removeprefix("loss_") for k in shapes(self.config, "hyper")[1]
-        )
-        return tuple(found[k][0] for k in names)
+        return tuple(y[0] for y in (*memory, h, cell, alpha, *weights.values()))
 
 
 # ---------------------------------------------------------------- the formats
@@ -175,7 +163,7 @@ def quiet():
 
 
 def example(inputs: Shapes) -> tuple[Tensor, ...]:
-    return tuple(torch.rand([SIZES.get(d, d) for d in shape]) for shape in inputs.values())
+    return tuple(torch.rand([SIZES.get(d, d) for d in s]) for s in inputs.values())
 
 
 def to_program(graphs: Graphs, function: Callable, inputs: Shapes) -> torch.export.ExportedProgram:
@@ -218,9 +206,8 @@ def to_onnx(lo: LO, kind: str, text: str) -> bytes:
         program = to_program(graphs, getattr(graphs, kind), inputs)
         graph = onnxgraphs.convert(program, inputs, outputs)
         nodes, constants = graph.node, graph.initializer
-    ends = (
-        [helper.make_tensor_value_info(k, 1, s) for k, s in x.items()] for x in (inputs, outputs)
-    )
+    value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT)
+    ends = ([value(name=k, shape=s) for k, s in x.items()] for x in (inputs, outputs))
     graph = helper.make_graph(nodes, kind, *ends, constants)
     opset = [helper.make_opsetid("", onnxgraphs.OPSET)]
     model = helper.make_model(graph, opset_imports=opset, ir_version=onnxgraphs.IR_VERSION)
@@ -242,21 +229,18 @@ def in_blocks(graphs: Graphs, inputs: Shapes) -> tuple[list, list]:
     made = {"w": ("b", h, k), "X": ("b", k, "e", "m", "n"), "y_row": ("b", h, "e", "m", 1)}
     made |= {"y_col": ("b", h, "e", 1, "n"), "rate": ("b",)}
     given = {"p": inputs["p"]} | made | {"decay": ("b",)}
-    names = [f"{k}_block" if k in CUT else k for k in given]
+    cut = ("p", "X", "y_row")
+    names = [f"{k}_block" if k in cut else k for k in given]
     outputs = [*(f"new_{k}" for k in Accumulators._fields), *made]
     first = onnxgraphs.convert(to_program(graphs, front, inputs), inputs, outputs, "front_")
     body = onnxgraphs.convert(to_program(graphs, network, given), names, ["new_p_block"], "net_")
-    nodes, constants = onnxgraphs.loop(body, CUT, BLOCK // h, "new_p")
+    nodes, constants = onnxgraphs.loop(body, cut, BLOCK // h, "new_p")
     return [*first.node, *nodes], [*constants, *first.initializer, *body.initializer]
 
 
 # ---------------------------------------------------------------- the contract
 
-MEANINGS = {
-    "p": "parameter",
-    "g": "gradient",
-    "M": "momenta",
-    "V": "second moment",
+MEANINGS = {"p": "parameter", "g": "gradient", "M": "momenta", "V": "second moment"} | {
     "r": "mean of g^2 over n (of a vector: g^2)",
     "c": "mean of g^2 over m (of a vector: g^2)",
     "t": "number of steps done: 0 at the first",
@@ -265,7 +249,6 @@ MEANINGS = {
     "eps_scale": "1 / fan_in",
     "features": "what the LSTM sees of the tensor; its first value has 1 added at index 1 + the "
     "number of axes longer than 1, if that is below 5",
-    "loss": "this step's training loss",
     "num_steps": "length of the run in steps",
     "loss_decay": "exp(-1/x), x: 10 values from 10 to num_steps, evenly spaced in log x (all 10 "
     "with use_bugged_loss_features)",
@@ -289,11 +272,11 @@ NOTES = {
 def epsilons(config: LOConfig) -> dict:
     """Those of features.py, with what they are multiplied by."""
     if config.eps == "relative":
-        found = {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8}
-        return found | {"r,c": 1e-2, "F": 1e-8}
-    found = {"times": "eps_scale" if config.eps == "fan_in" else "1"}
-    found |= {"V": 1e-6, "r,c": 1e-8, "g^2": 1e-30, "F": 1e-9, "RMS": config.eps_rms}
-    return found | ({} if config.net == "velo" else {"vector F_mom": 1e-6})
+        same = {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8}
+        return same | {"r, c": 1e-2, "F": 1e-8}
+    times = "eps_scale" if config.eps == "fan_in" else 1
+    found = {"times": times, "V": 1e-6, "r, c": 1e-8, "g^2": 1e-30, "F": 1e-9}
+    return found | {"F*M of vectors": 0.0 if config.net == "velo" else 1e-6, "RMS": config.eps_rms}
 
 
 def signature(lo: LO, kind: str) -> dict:
@@ -302,28 +285,23 @@ def signature(lo: LO, kind: str) -> dict:
     if kind == "hyper":
         first |= {"h": lo.hidden0[0].tolist(), "cell": lo.cell0[0].tolist()}
     inputs, outputs = shapes(lo.config, kind)
-    listed = [{"name": k, "shape": s, "dtype": "float32"} for k, s in inputs.items()]
-    for x in listed:
-        x |= {"meaning": MEANINGS[x["name"]]} if x["name"] in MEANINGS else {}
-        if f"new_{x['name']}" in outputs and x["name"] != "p":
-            x["first"] = first.get(x["name"], 0.0)
+    given = [{"name": k, "shape": s, "dtype": "float32"} for k, s in inputs.items()]
     made = [{"name": k, "shape": s, "dtype": "float32"} for k, s in outputs.items()]
-    return {"use": NOTES[kind], "inputs": listed, "outputs": made}
+    for x, name in zip(given, inputs, strict=True):
+        x |= {"meaning": MEANINGS[name]} if name in MEANINGS else {}
+        x |= {"first": first.get(name, 0.0)} if f"new_{name}" in outputs and name != "p" else {}
+    return {"use": NOTES[kind], "inputs": given, "outputs": made}
 
 
 def describe(lo: LO, name: str) -> dict:
     """All that a program must know to use the files: what <name>.json says."""
-    config, graphs, velo = lo.config, Graphs(lo), lo.config.net == "velo"
-    rates = {k: getattr(graphs, f"rate_{k}").flatten().tolist() for k in Rates._fields}
+    config, velo = lo.config, lo.config.net == "velo"
+    rates = {k[5:]: x.flatten().tolist() for k, x in Graphs(lo).named_buffers() if k[:4] == "rate"}
     names = {"init": "init variance", "multiplier": "output multiplier", "update": "update"}
-    time = "tanh(10 (t/num_steps - x))" if velo else "tanh(t/x - 1)"
-    if config.spec == "paper":
-        time = "tanh(t/num_steps - 10 x)" if velo else "tanh(t/x)"
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": name,
-        "torch": torch.__version__,
+    time = ("tanh(10 (t/num_steps - x))", "tanh(t/num_steps - 10 x)", "tanh(t/x - 1)", "tanh(t/x)")
+    time = time[2 * (not velo) + (config.spec == "paper")]
+    about = {"format": FORMAT, "version": VERSION, "name": name, "torch": torch.__version__}
+    return about | {
         "lo": dataclasses.asdict(config),
         "notes": {k: x for k, x in NOTES.items() if k not in ("tensor", "vector", "hyper")},
         "mup": {k: {names[x]: n for x, n in rule._asdict().items()} for k, rule in RULES.items()},
@@ -350,27 +328,27 @@ def write(
     except OSError as error:
         raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out.") from None
     config = describe(lo, name)
-    text, files = json.dumps(config, separators=(",", ":")), [f"{name}.pt"]
+    text, makers = json.dumps(config, separators=(",", ":")), {}
+    for kind in kinds(lo.config):
+        makers[f"{name}.{kind}.onnx"] = partial(to_onnx, lo, kind, text)
+        makers[f"{name}.{kind}.pt2"] = partial(to_pt2, lo, kind, text)
+    makers[f"{name}.ts"] = partial(to_torchscript, lo, text)
+    files = [k for k in makers if k.rpartition(".")[2] in suffixes]
     checkpoints.save(lo, out / f"{name}.pt", **(about or {}))
-    parts = [(f".{kind}", kind) for kind in kinds(lo.config)]
-    jobs = [(f"{name}{part}.{x}", x, kind) for part, kind in parts for x in ("onnx", "pt2")]
-    jobs = [job for job in (*jobs, (f"{name}.ts", "ts", "")) if job[1] in suffixes]
-    for file, suffix, kind in tqdm(jobs, f"exporting {name}", unit="file"):
+    for file in tqdm(files, f"exporting {name}", unit="file"):
         with quiet(), torch.no_grad():
-            make = to_onnx if suffix == "onnx" else to_pt2
-            content = make(lo, kind, text) if kind else to_torchscript(lo, text)
+            content = makers[file]()
         checkpoints.write_atomically(out / file, content)
-        files.append(file)
-    digests = {k: hashlib.sha256((out / k).read_bytes()).hexdigest() for k in files}
-    path = out / f"{name}.json"
-    checkpoints.write_atomically(path, json.dumps(config | {"sha256": digests}, indent=1))
-    return path
+    files = [f"{name}.pt", *files]
+    config["sha256"] = {k: hashlib.sha256((out / k).read_bytes()).hexdigest() for k in files}
+    checkpoints.write_atomically(out / f"{name}.json", json.dumps(config, indent=1))
+    return out / f"{name}.json"
 
 
 # ---------------------------------------------------------------- reading
 
 
-def read_config(text: str | bytes, path: str | os.PathLike) -> dict:
+def read_config(text: str | bytes, path: str | Path) -> dict:
     """The config that every exported file carries, if it is one that this code reads."""
     try:
         config = json.loads(text)
@@ -386,27 +364,22 @@ def read_config(text: str | bytes, path: str | os.PathLike) -> dict:
     return config
 
 
-def sidecars(path: str | os.PathLike) -> list[tuple[Path, dict]]:
+def sidecars(path: str | Path) -> list[tuple[Path, dict]]:
     """The .json files of exported optimizers in a folder, or one by its path, and their configs."""
     path = Path(path)
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path] if path.is_file() else []
-    if path.is_dir():
-        files = [f for f in files if f'"{FORMAT}"' in f.read_text(errors="ignore")]
-    found = [(f.resolve(), read_config(f.read_bytes(), f)) for f in files]
-    for file, config in found:
-        if not (isinstance(config.get("name"), str) and isinstance(config.get("sha256"), dict)):
-            raise ValueError(f"{file} lacks its name or digests: export the optimizer anew.")
-    if not found:
+    files = [path] if path.is_file() else sorted(path.glob("*.json"))
+    files = [f for f in files if path.is_file() or f'"{FORMAT}"' in f.read_text(errors="ignore")]
+    if not files:
         raise FileNotFoundError(f"{path} has no exported optimizer: run export.py first.")
-    return found
+    return [(f.resolve(), read_config(f.read_bytes(), f)) for f in files]
 
 
 def checked(folder: Path, name: str, config: dict) -> Path:
     """The path of an exported file whose SHA-256 is the one in the .json."""
     path = folder / name
-    if name not in config["sha256"] or not path.is_file():
-        raise FileNotFoundError(f"no file {path}, or not in its .json: export the optimizer anew.")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != config["sha256"][name]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != config.get("sha256", {}).get(name):
         raise ValueError(f"{path} is damaged, or not the file its .json is of: export it anew.")
     return path
 
@@ -414,8 +387,6 @@ def checked(folder: Path, name: str, config: dict) -> Path:
 def open_graphs(path: str | Path, config: dict | None = None) -> dict[str, Callable]:
     """The graphs in a file of any format, by name; the file must carry `config`, if given."""
     path, extra = Path(path), {"mulo.json": ""}
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
     try:
         with quiet():
             if path.suffix == ".onnx":
@@ -426,7 +397,9 @@ def open_graphs(path: str | Path, config: dict | None = None) -> dict[str, Calla
             else:
                 run = torch.jit.load(path, _extra_files=extra)
     except Exception as error:  # torch and onnxruntime raise many types here
-        raise ValueError(f"{path} is damaged or not an exported file: export it anew.") from error
+        raise ValueError(
+            f"{path} is missing, damaged or of another format: export it anew."
+        ) from error
     found = read_config(extra["mulo.json"], path)
     if config is not None and found != config:
         raise ValueError(f"{path} carries another config than its .json: export it anew.")
@@ -458,19 +431,17 @@ def cases(config: LOConfig, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]
     fixed = {"loss": 3.0, "num_steps": 1e3, "loss_decay": features.loss_decays(1000, bugged=False)}
     fixed |= {"eps_scale": 1 / 64, "scale": 1 / (config.lam1 or 1), "decay": 0.01}
     factors = {"p": 0.1, "g": 0.01, "M": 0.01, "V": 1e-4, "r": 1e-4, "c": 1e-4}
-    for size in CHECKED[kind]:
-        sizes = dict(zip(SIZES, map(int, size.split()), strict=False))
-        for what, t in CASES.items():
-            x, now = {}, fixed | {"t": t, "loss_count": t}
-            for name, shape in shapes(config, kind)[0].items():
-                v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
-                v = v.square() if name in ("V", "r", "c", "loss_means", "loss_low") else v
-                v = now[name] + 0 * v if name in now else factors.get(name, 0.5) * v
-                if name in ("M", "V", "r", "c", "g"):
-                    zero = what == "zero gradients" or (what == "first step" and name != "g")
-                    (v if zero else v[..., 0] if what == "dead column" else v[:0]).zero_()
-                x[name] = v
-            yield f"{size.replace(' ', 'x')}, {what}", x
+    for size, (what, t) in product(CHECKED[kind], CASES.items()):
+        sizes, x = dict(zip(SIZES, map(int, size.split()), strict=False)), {}
+        fixed |= {"t": t, "loss_count": t}
+        for name, shape in shapes(config, kind)[0].items():
+            v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
+            v = v.square() if name in ("V", "r", "c", "loss_means", "loss_low") else v
+            v = x[name] = fixed[name] + 0 * v if name in fixed else factors.get(name, 0.5) * v
+            if name in ("M", "V", "r", "c", "g"):
+                zero = what == "zero gradients" or (what == "first step" and name != "g")
+                (v if zero else v[..., 0] if what == "dead column" else v[:0]).zero_()
+        yield f"{size.replace(' ', 'x')}, {what}", x
 
 
 def difference(names: Iterable[str], given: Iterable, right: Iterable, p: Tensor) -> float:
@@ -484,49 +455,43 @@ def difference(names: Iterable[str], given: Iterable, right: Iterable, p: Tensor
     return worst
 
 
-@torch.no_grad()
-def verify(path: Path, config: dict, say: Callable[[str], None] = print) -> list[str]:
-    """Compare every file that a .json lists with its graph in float64; what is wrong."""
-    lo, wrong = checkpoints.load(checked(path.parent, f"{config['name']}.pt", config)), []
-    inside = {k: x for k, x in config.items() if k != "sha256"}
-    own = json.loads(json.dumps(describe(lo, config["name"])))
-    if inside | {"torch": ""} != own | {"torch": ""}:
-        wrong.append(f"{path} does not describe {config['name']}.pt: export it anew.")
-    runs = {}
-    for file in list(config["sha256"])[1:]:
-        try:
-            found = open_graphs(checked(path.parent, file, config), inside)
-            runs |= {(kind, file): run for kind, run in found.items()}
-        except (ValueError, OSError) as error:
-            wrong.append(str(error))
-    say(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
-    for kind in kinds(lo.config):
-        errors = compare(lo, kind, {file: run for (k, file), run in runs.items() if k == kind})
-        for file, (error, what) in errors.items():
-            size = (path.parent / file).stat().st_size
-            say(f"{file:24}{kind:10}{size:8}{error:12.1e}  {what}")
-            if not error <= TOLERANCE:
-                wrong.append(
-                    f"{path.parent / file} is off by {error:.1e} at {what}: export it anew."
-                )
-        if not errors and not wrong:
-            wrong.append(f"{path} lists no file of the {kind} graph: export it anew.")
-    return wrong
-
-
 def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[float, str]]:
-    """The largest error of each file and where, against the graph in float64."""
+    """The largest error of each file's graph, and where, against the graph in float64."""
     exact, worst = getattr(Graphs(lo, kind).double(), kind), dict.fromkeys(runs, (0.0, "none"))
-    names = shapes(lo.config, kind)[1]
-    for what, x in cases(lo.config, kind) if runs else ():
-        right = exact(*(v.double() for v in x.values()))
+    for what, x in cases(lo.config, kind):
+        right, p = exact(*(v.double() for v in x.values())), x.get("p", torch.zeros(()))
         for file, run in runs.items():
             try:
-                error = difference(names, run(*x.values()), right, x.get("p", torch.zeros(())))
+                error = difference(shapes(lo.config, kind)[1], run(*x.values()), right, p)
             except (RuntimeError, ValueError, TypeError):  # another graph's file
                 error = math.inf
             worst[file] = max(worst[file], (error, what))
     return worst
+
+
+@torch.no_grad()
+def verify(path: Path, config: dict, say: Callable[[str], None] = print) -> list[str]:
+    """Compare every file that a .json lists with its graph in float64; what is wrong."""
+    name, inside = config["name"], {k: x for k, x in config.items() if k != "sha256"}
+    lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
+    own, runs = json.loads(json.dumps(describe(lo, name))), {kind: {} for kind in kinds(lo.config)}
+    if inside | {"torch": ""} != own | {"torch": ""}:
+        wrong.append(f"{path} does not describe {name}.pt: export it anew.")
+    for file in list(config["sha256"])[1:]:  # the first is the .pt
+        try:
+            for kind, run in open_graphs(checked(path.parent, file, config), inside).items():
+                runs[kind][file] = run
+        except (ValueError, OSError) as error:
+            wrong.append(str(error))
+    say(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
+    for kind, files in runs.items():
+        for file, (error, what) in compare(lo, kind, files).items():
+            say(f"{file:24}{kind:10}{(path.parent / file).stat().st_size:8}{error:12.1e}  {what}")
+            if not error <= TOLERANCE:
+                wrong.append(f"{file}: {kind} is off by {error:.1e} at {what}: export it anew.")
+        if not files:
+            wrong.append(f"{path} lists no good file of the {kind} graph: export it anew.")
+    return wrong
 
 
 def main() -> None:
@@ -538,23 +503,20 @@ def main() -> None:
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     parser.add_argument("--verify", metavar="DIR", help="only check what is in this folder")
     args = parser.parse_args()
-    if (args.lo is None) == (args.verify is None):
+    if bool(args.lo) == bool(args.verify):
         parser.error("give a learned optimizer to export, or --verify DIR")
     try:
-        path = args.verify
-        if path is None:
+        if args.lo:
             source = checkpoints.find(args.lo)  # a run's is called lo.pt: name it by its folder
             name = source.parent.resolve().name if source.stem == "lo" else source.stem
-            about = checkpoints.about(source)
-            path = write(checkpoints.load(source), args.out, name, about=about)
-        found = sidecars(path)
+            lo, about = checkpoints.load(source), checkpoints.about(source)
+        found = sidecars(args.verify or write(lo, args.out, name, about=about))
         wrong = [x for file, config in found for x in verify(file, config)]
     except (ValueError, OSError) as error:
         sys.exit(f"export.py: {error}")
     if wrong:
         sys.exit("export.py: " + "\n".join(wrong))
-    for file, _ in found:
-        print(f"{file}: every file agrees with the float64 step within {TOLERANCE:g}.")
+    print(f"{found[-1][0]}: every file agrees with the float64 step within {TOLERANCE:g}.")
 
 
 if __name__ == "__main__":

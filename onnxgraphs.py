@@ -1,13 +1,12 @@
 """Torch programs as ONNX of opset 20: how operators are translated, and the Loop over row blocks.
 
-onnxruntime runs one node at a time over whole tensors and adds floats one after another. Hence:
+onnxruntime runs one node at a time over whole tensors, and adds floats one after another:
 
-- Means of long axes are taken in float64, after sums of short pieces in float32: a plain ReduceMean
-  over a million entries is off by 2e-4.
+- A plain ReduceMean over a million entries is off by 2e-4. `_mean` sums short pieces in float32 and
+  these sums in float64.
 - The hidden layers of a large matrix would go through memory some ten times: `loop` runs the
   network in blocks of rows that fit the cache.
-- torch's own ONNX optimizer is not used: it deletes additions of 1e-8 and less, which are our
-  epsilons. They are initializers of one entry, which onnxruntime leaves alone too.
+- torch's own ONNX optimizer deletes additions of 1e-8 and less, our epsilons: it is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ from onnxscript import opset20 as op
 OPSET, IR_VERSION = 20, 10
 FLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.DOUBLE
 SHORT = 2048  # entries that onnxruntime may add up in a row without losing digits
-aten = torch.ops.aten
+
+
+def _ints(*values: int):
+    return op.Constant(value_ints=list(values))
 
 
 def _lerp(self, end, weight):
@@ -55,29 +57,24 @@ def _mean(self, dim, keepdim=False, dtype=None):
     before = self.producer()
     if last and before is not None and before.op_type == "Reshape":
         row = op.Shape(before.inputs[0], start=-1)
-    power = op.Min(op.BitwiseAnd(n, op.Neg(n)), op.Constant(value_ints=[1024]))
-    piece = op.Where(op.LessOrEqual(row, op.Constant(value_ints=[SHORT])), row, power)
+    power = op.Min(op.BitwiseAnd(n, op.Neg(n)), _ints(1024))
+    piece = op.Where(op.LessOrEqual(row, _ints(SHORT)), row, power)
     shape = [op.Shape(self, end=axis)] if axis else []
-    shape += [op.Constant(value_ints=[-1]), piece] + (
-        [] if last else [op.Shape(self, start=axis + 1)]
-    )
-    y, inner = op.Reshape(self, op.Concat(*shape, axis=0)), op.Constant(value_ints=[axis + 1])
+    shape += [_ints(-1), piece] if last else [_ints(-1), piece, op.Shape(self, start=axis + 1)]
+    y = op.Reshape(self, op.Concat(*shape, axis=0))
     if axis == rank - 2:  # ReduceSum takes ten times longer here
-        one = op.Concat(op.Constant(value_ints=[1]), piece, axis=0)
-        y = op.Squeeze(op.MatMul(op.Expand(op.Constant(value_floats=[1.0]), one), y), inner)
+        ones = op.Expand(op.Constant(value_floats=[1.0]), op.Concat(_ints(1), piece, axis=0))
+        y = op.Squeeze(op.MatMul(ones, y), _ints(axis + 1))
     else:
-        y = op.ReduceSum(y, inner, keepdims=0)
-    y = op.Cast(y, to=DOUBLE)
-    y = op.ReduceSum(y, op.Constant(value_ints=[axis]), keepdims=int(keepdim))
+        y = op.ReduceSum(y, _ints(axis + 1), keepdims=0)
+    y = op.ReduceSum(op.Cast(y, to=DOUBLE), _ints(axis), keepdims=int(keepdim))
     return op.Cast(op.Div(y, op.Cast(n, to=DOUBLE)), to=FLOAT)
 
 
-TABLE = {
-    aten.lerp.Tensor: _lerp,
-    aten.nan_to_num.default: _nan_to_num,
-    aten.pow.Tensor_Scalar: _power,
-    aten.mean.dim: _mean,
-}
+aten = torch.ops.aten
+TABLE = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
+TABLE |= {aten.pow.Tensor_Scalar: _power, aten.mean.dim: _mean}
+OPTIONS = {"opset_version": OPSET, "custom_translation_table": TABLE, "verbose": False}
 
 
 def convert(
@@ -87,14 +84,7 @@ def convert(
     prefix: str = "",  # of the other names
 ) -> onnx.GraphProto:
     """A program as ONNX nodes: constants folded, what is unused or computed twice removed."""
-    found = torch.onnx.export(
-        program,
-        dynamo=True,
-        optimize=False,
-        opset_version=OPSET,
-        custom_translation_table=TABLE,
-        verbose=False,
-    )
+    found = torch.onnx.export(program, dynamo=True, optimize=False, **OPTIONS)
     model = onnx_ir.from_proto(onnx_ir.to_proto(found.model))
     common.InlinePass()(model)
     onnxscript.optimizer.fold_constants(model)

@@ -6,7 +6,8 @@
 `OrtMuLO` is `mulo.MuLO` with its arithmetic done by onnxruntime: the same param groups and the same
 state_dict, so a run may change from one to the other. Tensors are permuted to (b, e, m, n), and
 small ones of one size go together. State is kept in that memory layout: only parameters and
-gradients are transposed at every step.
+gradients are transposed at every step. VeLO's LSTM, next to no work, stays in torch: its loss
+features cancel in float32, and differ between runtimes by 1e-4.
 
 onnxruntime broadcasts, accepts empty tensors and NaNs, and runs on the CPU without a word when CUDA
 cannot be had. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA 13
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 import checkpoints
 import export
 import features
-from features import Accumulators, Dims, LossBuffer
+from features import Accumulators, Dims
 from mulo import MuLO, Stack, Weights
 
 TOGETHER = 2**18  # entries that tensors of one call have together; larger tensors go alone
@@ -307,7 +308,7 @@ class OrtMuLO(MuLO):
             del inputs["eps_scale"]
         if self.lo.config.net == "velo":
             inputs |= {k: w[0, index] for k, w in weights.phi.items()}
-            inputs["features"] = torch.zeros(len(index), 12, device=self.device)
+            inputs["features"] = inputs["p"].new_zeros(len(index), 12)
         outputs = self.session(kind).run(inputs, finite=())
         for k, (how, x) in enumerate(zip(layouts, stacks, strict=True)):
             for name, old in (("p", x.p), *x.acc._asdict().items()):
@@ -316,15 +317,3 @@ class OrtMuLO(MuLO):
 
     def _param_scale(self, x: Stack) -> Tensor:
         return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)
-
-    def _hyper(self, memory: LossBuffer, loss, t, x_tensor, h, cell) -> tuple:
-        bugged = self.lo.config.use_bugged_loss_features
-        inputs = {f"loss_{k}": x[0].float() for k, x in memory._asdict().items()}
-        inputs |= {"features": x_tensor[0], "loss": loss[0], "t": t[0], "h": h[0], "cell": cell[0]}
-        inputs["num_steps"] = torch.tensor(self.num_steps, dtype=torch.float32, device=t.device)
-        inputs["loss_decay"] = features.loss_decays(self.num_steps, bugged, t.device).float()
-        inputs = {k: inputs[k].contiguous() for k in self.session("hyper").inputs}
-        out = {k: x[None] for k, x in self.session("hyper").run(inputs).items()}
-        memory = LossBuffer(*(out.pop(f"new_loss_{k}") for k in LossBuffer._fields))
-        h, cell, alpha = (out.pop(k) for k in ("new_h", "new_cell", "alpha"))
-        return memory, h, cell, out, alpha

@@ -22,7 +22,6 @@ import features
 import metatrain
 import mulo
 import roles
-import rule
 import tasks
 import training
 from pes import pes_gradient, unflatten
@@ -95,8 +94,8 @@ lo = mulo.SmallFC(mulo.LOConfig(hidden_size=8, lam1=0.05), torch.Generator().man
 p, g = torch.randn(1, 3, 4), torch.randn(1, 3, 4)  # one 3 x 4 weight, and its gradient
 dims = features.factored_dims((3, 4))  # which axes are averaged over for row and column features
 memory = features.init_accumulators(p, dims)
-memory, new_p = rule.literal_step(
-    lo.config, mulo.lo_module.stacked(lo), memory, p, g, torch.zeros(1), torch.ones(1), dims
+memory, new_p = mulo.step(
+    lo.config, mulo.stacked(lo), memory, p, g, torch.zeros(1), torch.ones(1), dims
 )
 print(f"2. {sum(w.numel() for w in lo.parameters())} weights decide; the update they make is")
 print(new_p - p)
@@ -123,7 +122,7 @@ show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "lo
 # noisier that gradient.
 
 # %%
-opt = training.Learned(lo.config, task)
+scales = training.update_scales(task)  # μP's factors on the updates
 flat = torch.nn.utils.parameters_to_vector(lo.parameters()).detach()
 
 
@@ -131,7 +130,11 @@ def last_loss(phi, T, seed, graph=False):
     """The loss after T steps of each of P optimizers phi (P, D); with a graph, differentiable."""
     P, generator = len(phi), torch.Generator().manual_seed(seed)
     theta = {k: p.repeat_interleave(P, 0) for k, p in task.init(1, generator).items()}
-    net, state = opt.prepare(unflatten(phi, lo)), opt.init(theta, {})
+    phi, dims = (
+        unflatten(phi, lo),
+        {k: features.factored_dims(p.shape[1:]) for k, p in theta.items()},
+    )
+    memory = {k: features.init_accumulators(p, dims[k]) for k, p in theta.items()}
     for t in range(T + 1):
         batch = training.batches(data, [generator], task.batch_size, copies=P)
         theta = {k: p if p.requires_grad else p.requires_grad_() for k, p in theta.items()}
@@ -139,9 +142,12 @@ def last_loss(phi, T, seed, graph=False):
         if t == T:
             return loss
         grads = torch.autograd.grad(loss.sum(), list(theta.values()), create_graph=graph)
-        grads = dict(zip(theta, grads, strict=True))
         with torch.set_grad_enabled(graph):
-            state, theta = opt.step(net, state, theta, grads, loss, torch.full((P,), float(t)))
+            for (k, p), g in zip(theta.items(), grads, strict=True):
+                scale, now = torch.full((P,), scales[k]), torch.tensor(float(t))
+                memory[k], theta[k] = mulo.step(
+                    lo.config, phi, memory[k], p, g, now, scale, dims[k]
+                )
 
 
 sizes = []

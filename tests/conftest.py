@@ -1,18 +1,22 @@
 """One thread: the tests' tensors are small, and threads that wait for busy cores cost minutes."""
 
+import io
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
+from golden_files import Golden
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import desk
+
+import export
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and in the processes that tests start
@@ -37,65 +41,33 @@ def complaint(monkeypatch, capsys):
     return run
 
 
-# Exporting and compiling take minutes: `ahead.py` does it on the other core, while other tests run.
-
-AHEAD = ("cpp", "epsilons", "exported", "velo", "kernels")
-STARTED = pytest.StashKey[tuple[subprocess.Popen, Path]]()
-
-
-def needs(item) -> set[str]:
-    return {name for name in AHEAD if name in item.fixturenames}
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: bool(needs(item)))  # last; the sort is stable
-
-
-def pytest_collection_finish(session):
-    names = set().union(*map(needs, session.items))
-    if names and not session.config.option.collectonly:
-        folder = Path(tempfile.mkdtemp(prefix="ahead-"))
-        names = [name for name in AHEAD if name in names]
-        command = [sys.executable, Path(__file__).with_name("ahead.py"), folder, *names]
-        with open(folder / "log", "w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
-        session.config.stash[STARTED] = process, folder
-
-
-def pytest_sessionfinish(session):
-    if STARTED in session.config.stash:
-        process, folder = session.config.stash[STARTED]
-        if process.poll() is None:  # the session ended before all was asked for
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def made(name: str):
-    @pytest.fixture(scope="session")
-    def wait(request):
-        """The folder of this name, once it is complete."""
-        process, folder = request.config.stash[STARTED]
-        while process.poll() is None and not (folder / name).exists():
-            time.sleep(0.05)
-        assert (folder / name).exists(), (folder / "log").read_text()
-        return folder / name
-
-    return wait
-
-
-cpp, epsilons, exported, velo = map(made, AHEAD[:-1])
+# Exported files: written once, by the tests that first need them.
 
 
 @pytest.fixture(scope="session")
-def kernels():
-    """For tests that compile: they come last, and find what was compiled until then."""
+def exported(tmp_path_factory):
+    """mulo_m, written and checked by the README's command, and the examples' task."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", ["export.py", "mulo_m", "--out", str(folder)])
+        export.main()
+    (folder / "said.txt").write_text(said.getvalue())
+    desk.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def velo(tmp_path_factory):
+    """A golden VeLO that multiplies its updates by RMS(W), as ONNX and TorchScript."""
+    folder = tmp_path_factory.mktemp("velo")
+    export.write(Golden("velo_psm1_bug0").lo(), folder, "velo", ["onnx", "ts"])
+    return folder
 
 
 @pytest.fixture
 def copied(exported, tmp_path):
     """Some of the exported files, to be damaged."""
-    for file in ("json", "pt", "vector.onnx", "vector.ts", "vector.pt2"):
+    for file in ("json", "pt", "vector.onnx", "ts", "vector.pt2"):
         shutil.copy(exported / f"mulo_m.{file}", tmp_path)
     config = json.loads((tmp_path / "mulo_m.json").read_text())
     config["sha256"] = {k: v for k, v in config["sha256"].items() if (tmp_path / k).exists()}

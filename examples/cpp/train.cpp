@@ -3,8 +3,8 @@
 //       -DCMAKE_PREFIX_PATH=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 //   cmake --build build/cpp && build/cpp/train exported
 // libtorch must be of the version of torch that exported: TorchScript is no longer developed.
+#include <ATen/Parallel.h>
 #include <torch/script.h>
-#include <torch/torch.h>
 
 #include <fstream>
 #include <iostream>
@@ -76,14 +76,12 @@ int main(int argc, char** argv) try {
   };
 
   for (int64_t t = 0; t < kSteps; ++t) {
-    std::vector<Tensor> leaves;
-    for (auto& param : params) leaves.push_back(param.p.requires_grad_());
+    for (auto& param : params) param.p = param.p.detach().requires_grad_();
     const Tensor loss = loss_on(t);
-    const auto grads = torch::autograd::grad({loss}, leaves);
+    loss.backward();
     torch::NoGradGuard no_grad;
-    for (size_t k = 0; k < params.size(); ++k) {
-      auto& param = params[k];
-      std::vector<torch::jit::IValue> inputs{param.to_graph(param.p.detach()), param.to_graph(grads[k])};
+    for (auto& param : params) {
+      std::vector<torch::jit::IValue> inputs{param.to_graph(param.p), param.to_graph(param.p.grad())};
       inputs.insert(inputs.end(), param.state.begin(), param.state.end());
       for (const double value : {double(t), param.scale, 0.0}) inputs.push_back(torch::full({1}, value));
       const auto graph = graphs.get_method(param.p.dim() == 1 ? "vector" : "tensor");
