@@ -1,151 +1,324 @@
-"""Export: the whole optimizer step, features and all, as files that run anywhere.
+"""Export: the whole optimizer step, features and all, as files that run without this repository.
 
     python export.py mulo_m                    # writes exported/mulo_m.* and checks every file
     python export.py runs/mine/lo.pt --out DIR # any learned optimizer
     python export.py --verify exported         # checks files that are there
 
-For every graph (see `graphs.py`: matrix, tall, tensor, vector, net; for VeLO also stats and hyper)
-there is a file in each of three formats,
+A learned optimizer is one graph per kind of tensor, state in and state out:
 
-    .onnx   opset 20, for onnxruntime (`serving.OrtMuLO`, Node.js, browsers) and other ONNX runtimes
-    .pt2    torch.export, for Python
-    .ts     TorchScript, for libtorch C++; deprecated by torch, so for the pinned version of torch
+    tensor   rank 2 and more, as (b, e, m, n). Axis n is the largest axis of the tensor and m the
+             next (features.factored_dims, ties included), so the caller transposes tall matrices;
+             e is all other axes, flattened (1 for a matrix); b tensors of one shape go together.
+             A tensor with m > n gets parameters that are all NaN, not a wrong update.
+    vector   rank 0 and 1, as (b, n)
+    hyper    VeLO only, before the steps: the LSTM, which generates the network of every tensor
 
-beside <name>.pt, the learned optimizer itself, and <name>.json, the config: the network, the order
-of its features, lambdas, betas, epsilons, the μP rule, what every graph is for, and the
-SHA-256 of every file. The same config, without the digests, is inside every file (ONNX metadata
-"mulo", extra file "mulo.json" of the others). Checking is against the eager step in float64, on
-updates with lr_scale = 1/lam1, so that they are of size 1: parameters would hide any error.
+Each graph is an .onnx file (opset 20) and a .pt2 file (torch.export); one .ts file (TorchScript,
+for libtorch of the same version) has them all as methods. <name>.pt is the learned optimizer,
+<name>.json all that a caller must know, which every file carries as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import hashlib
 import io
 import json
+import logging
 import math
 import sys
-import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import partial, partialmethod
+from itertools import pairwise, product
 from pathlib import Path
 
+import onnxruntime
 import torch
-from torch import Tensor
+from onnx import TensorProto, helper
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoints
 import features
-import graphs
+import mulo
 import onnxgraphs
-import rule
-from graphs import Graph, Step
-from lo import LO, LOConfig
+from features import Accumulators, LossBuffer, Rates
+from kernels import folded
+from mulo import LO, LOConfig
 from roles import RULES
-from serving import (
-    FORMAT,
-    VERSION,
-    OrtMuLO,
-    Session,
-    checked,
-    read_config,
-    sidecar,
-    sidecars,
-)
 
-__all__ = ["OrtMuLO", "Session", "describe", "open_graph", "verify", "write"]
-
-TIME = {("small_fc", "reference"): "tanh(t/x-1)", ("small_fc", "paper"): "tanh(t/x)"}
-TIME |= {("velo", "reference"): "tanh(10(t/T-x))", ("velo", "paper"): "tanh(t/T-10x)"}
+FORMAT, VERSION = "mulo-export", 2
 TOLERANCE = 3e-6  # of the largest update, or entry of the state
+BLOCK = 262_144  # floats of a hidden layer that onnxruntime works on at a time
+SIZES = {"b": 2, "e": 3, "m": 5, "n": 7, "T": 11}  # to trace with: none is 1
+Shapes = dict[str, tuple[int | str, ...]]  # by name; letters are free sizes
 
 
-# ---------------------------------------------------------------- writing
+# ---------------------------------------------------------------- the graphs
 
 
-def feature_names(config: LOConfig) -> str:
-    """The inputs of the network in their order; F is 1 / sqrt(r c / mean(r))."""
-    velo = config.net == "velo"
-    names = ["g", *(["clip(g)"] if velo else []), "p", "M#", "V", "M#/sqrt(V)", "1/sqrt(V)", "g*F#"]
-    names += ["g/sqrt(V)"] if config.feature_set == "velo" else []
-    names += ["r#", "c#", "1/sqrt(r#)", "1/sqrt(c#)", "M#*F#"]
-    if not velo:
-        names += [f"t/{x}" for x in features.TIMESCALES]
-    return " ".join(x.replace("#", k) for x in names for k in ("123" if "#" in x else "1"))
+def kinds(config: LOConfig) -> tuple[str, ...]:
+    return ("tensor", "vector", "hyper") if config.net == "velo" else ("tensor", "vector")
 
 
-def epsilons(config: LOConfig) -> dict:
-    """Those of features.py, with what they are multiplied by."""
-    if config.eps == "relative":
-        return {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8, "r,c": 1e-2,
-                "F": 1e-8}  # fmt: skip
-    found = {"times": "1/fan_in" if config.eps == "fan_in" else "1"}
-    found |= {"V": 1e-6, "r,c": 1e-8, "g^2": 1e-30, "F": 1e-9, "RMS": config.eps_rms}
-    return found | ({} if config.net == "velo" else {"vector F_mom": 1e-6})
+def shapes(config: LOConfig, kind: str) -> tuple[Shapes, Shapes]:
+    """Inputs and outputs of a graph, in order; an output new_x is the input x of the next step."""
+    velo, weights = config.net == "velo", {}
+    for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
+        axis = "T" if kind == "hyper" else "b"
+        weights |= {f"w{k}": (axis, n, m), f"b{k}": (axis, m)}
+    if kind == "hyper":
+        lstm = ("T", config.lstm_hidden)
+        state = {"loss_means": (10,), "loss_low": (10,), "loss_count": (), "h": lstm, "cell": lstm}
+        inputs = {"features": ("T", 12), "loss": (), "t": ("T",), "num_steps": ()}
+        inputs |= {"loss_decay": (10,)} | state
+        return inputs, {f"new_{k}": s for k, s in state.items()} | {"alpha": ("T",)} | weights
+    axes = ("e", "m", "n") if kind == "tensor" else ("n",)
+    r, c = (("e", "m", 1), ("e", 1, "n")) if kind == "tensor" else (axes, axes)
+    state = {"M": ("b", 3, *axes), "V": ("b", *axes), "r": ("b", 3, *r), "c": ("b", 3, *c)}
+    state |= {"features": ("b", 12)} if velo else {}
+    inputs = {"p": ("b", *axes), "g": ("b", *axes)} | state
+    inputs |= dict.fromkeys(("t", "scale", "decay"), ("b",))
+    inputs |= {"eps_scale": ("b",)} if config.eps == "fan_in" else {}
+    outputs = {f"new_{k}": s for k, s in ({"p": inputs["p"]} | state).items()}
+    return inputs | (weights if velo else {}), outputs
 
 
-def describe(lo: LO, name: str) -> dict:
-    """The config that goes with every file."""
-    step = Step(lo, "vector")
-    of_velo = {"lstm_hidden", "param_inits", "param_scale_mult", "use_bugged_loss_features"}
-    settings = dataclasses.asdict(lo.config)
-    velo = lo.config.net == "velo"
-    config = {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": name,
-        "torch": torch.__version__,
-        "lo": settings if velo else {k: x for k, x in settings.items() if k not in of_velo},
-        "graphs": {k: graphs.USES[k] for k in graphs.kinds(lo.config)},
-        "features": feature_names(lo.config),
-        "time": TIME[lo.config.net, lo.config.spec],
-        "1-beta": {k: getattr(step, f"rate_{k}").flatten().tolist() for k in ("M", "V", "rc")},
-        "epsilons": epsilons(lo.config),
-        "mup": {"lr_scale/lr": {k: f"fan_in^{rule.update:g}" for k, rule in RULES.items()}},
-    }
-    if velo:
-        config["first"] = {k: getattr(lo, f"{k}0")[0].tolist() for k in ("hidden", "cell")}
-    return config
+class Graphs(nn.Module):
+    """The graphs of a learned optimizer, as methods that take and return tensors in order."""
+
+    def __init__(self, lo: LO, *only: str):
+        super().__init__()
+        self.config, velo = lo.config, lo.config.net == "velo"
+        times = features.FRACTIONS if velo else features.TIMESCALES
+        buffers = {"times": torch.tensor(times), "one": torch.ones(1)}
+        rates = features.rates_of({"w0": torch.zeros(1)} if velo else mulo.stacked(lo))
+        buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
+        if not velo or "hyper" in (only or kinds(lo.config)):
+            buffers |= {f"phi_{k}": w for k, w in mulo.stacked(lo).items()}
+        for k, x in buffers.items():
+            self.register_buffer(k, x.detach().float().clone())
+
+    def phi(self, x: dict[str, Tensor] | None = None) -> features.Phi:
+        """The weights; those of VeLO's step are among its inputs x."""
+        if self.config.net == "velo" and x is not None:
+            return {k: w for k, w in x.items() if k[0] in "wb"}
+        return {k[4:]: w for k, w in self.named_buffers() if k.startswith("phi_")}
+
+    def step(self, kind: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+        x = dict(zip(shapes(self.config, kind)[0], inputs, strict=True))
+        acc, w, X, ys, scale = self.prepare(kind, x)
+        p = folded.update(self.config, self.phi(x), x["p"], w, X, ys, scale, x["decay"])
+        if "features" not in x:
+            return p, *acc
+        seen = features.tensor_features(p, acc.M, acc.V, torch.zeros((), device=p.device))
+        rank = x["features"][:, 1:6]  # stays as it was given
+        return p, *acc, torch.cat([seen[:, :1], rank, seen[:, 6:]], 1)
+
+    tensor, vector = partialmethod(step, "tensor"), partialmethod(step, "vector")
+
+    def prepare(self, kind: str, x: dict[str, Tensor]) -> tuple:
+        """The step up to the network's first layer, as in folded.prepare."""
+        p, scale, dims = x["p"], x["scale"], None
+        if kind == "tensor":
+            dims, spare = (-2, -1), torch.ones_like(scale) * (p.shape[-1] - p.shape[-2])  # n - m
+            scale = torch.where(spare < 0, torch.full_like(scale, math.nan), scale)
+        if self.config.param_scale_mult:
+            scale = scale * features.param_scale(p)
+        acc = Accumulators(*(x[k] for k in Accumulators._fields))
+        rates = Rates(self.rate_M, self.rate_V, self.rate_rc)
+        one = x.get(
+            "eps_scale", self.one
+        )  # ONNX optimizers delete the epsilons if they are scalars
+        given = p, x["g"], x["t"], scale, dims, one, rates, self.times
+        return folded.prepare(self.config, self.phi(x), acc, *given)
+
+    def hyper(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        x = dict(zip(shapes(self.config, "hyper")[0], inputs, strict=True))
+        memory = LossBuffer(*(x[f"loss_{k}"][None] for k in LossBuffer._fields))
+        rest = x["t"][None], x["num_steps"], x["features"][None], x["h"][None], x["cell"][None]
+        memory, h, cell, weights, alpha = mulo.generate(
+            self.config, self.phi(), memory, x["loss"][None], x["loss_decay"], *rest, self.times
+        )
+        return tuple(y[0] for y in (*memory, h, cell, alpha, *weights.values()))
 
 
-def to_torchscript(graph: Graph, text: str) -> bytes:
-    """Traced; the archive without what is only for debugging."""
-    with graphs.quiet(), torch.no_grad():
-        traced = torch.jit.trace(graph, graph.example(), check_trace=False)
-        torch.jit.save(traced, buffer := io.BytesIO(), _extra_files={"mulo.json": text})
+# ---------------------------------------------------------------- the formats
+
+
+@contextmanager
+def quiet():
+    """Without the exporters' warnings and progress."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(level)
+
+
+def example(inputs: Shapes) -> tuple[Tensor, ...]:
+    return tuple(torch.rand([SIZES.get(d, d) for d in s]) for s in inputs.values())
+
+
+def to_program(graphs: Graphs, function: Callable, inputs: Shapes) -> torch.export.ExportedProgram:
+    """torch.export of a function of these inputs; free sizes may be 1 and more."""
+    free = {d: torch.export.Dim(d, min=1) for d in SIZES}
+    dims = [{k: free[d] for k, d in enumerate(s) if d in free} for s in inputs.values()]
+    graphs.forward = lambda *x: function(*x)  # which is what torch.export traces
+    program = torch.export.export(graphs, example(inputs), dynamic_shapes=(tuple(dims),))
+    debug = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn")
+    for node in program.graph.nodes:  # these have paths on the machine that exported
+        node.meta = {k: v for k, v in node.meta.items() if k not in debug}
+    return program
+
+
+def to_pt2(lo: LO, kind: str, text: str) -> bytes:
+    graphs = Graphs(lo, kind)
+    program = to_program(graphs, getattr(graphs, kind), shapes(lo.config, kind)[0])
+    torch.export.save(program, buffer := io.BytesIO(), extra_files={"mulo.json": text})
+    return buffer.getvalue()
+
+
+def to_torchscript(lo: LO, text: str) -> bytes:
+    """All graphs as methods of one traced module, without debug information."""
+    examples = {kind: example(shapes(lo.config, kind)[0]) for kind in kinds(lo.config)}
+    traced = torch.jit.trace_module(Graphs(lo), examples, check_trace=False)
+    torch.jit.save(traced, buffer := io.BytesIO(), _extra_files={"mulo.json": text})
     slim = io.BytesIO()
-    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(slim, "w", zipfile.ZIP_DEFLATED) as new:
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(slim, "w") as new:
         for name in old.namelist():
             if not name.endswith(".debug_pkl") and "traced_inputs" not in name:
                 new.writestr(zipfile.ZipInfo(name), old.read(name), zipfile.ZIP_DEFLATED)
     return slim.getvalue()
 
 
-def to_pt2(graph: Graph, text: str) -> bytes:
-    with graphs.quiet():
-        program = graphs.to_program(graph, graph.example(), graph.sizes())
-        torch.export.save(program, buffer := io.BytesIO(), extra_files={"mulo.json": text})
-    return buffer.getvalue()
-
-
-def to_onnx(graph: Graph, text: str) -> bytes:
-    model = onnxgraphs.to_onnx(graph)
-    model.producer_name = "mulo"
+def to_onnx(lo: LO, kind: str, text: str) -> bytes:
+    graphs, (inputs, outputs) = Graphs(lo, kind), shapes(lo.config, kind)
+    if kind == "tensor" and lo.config.net == "small_fc":  # VeLO's hidden layers are small
+        nodes, constants = in_blocks(graphs, inputs)
+    else:
+        program = to_program(graphs, getattr(graphs, kind), inputs)
+        graph = onnxgraphs.convert(program, inputs, outputs)
+        nodes, constants = graph.node, graph.initializer
+    value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT)
+    ends = ([value(name=k, shape=s) for k, s in x.items()] for x in (inputs, outputs))
+    graph = helper.make_graph(nodes, kind, *ends, constants)
+    opset = [helper.make_opsetid("", onnxgraphs.OPSET)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=onnxgraphs.IR_VERSION)
     model.metadata_props.add(key="mulo", value=text)
     return model.SerializeToString()
 
 
-WRITERS = {"onnx": to_onnx, "pt2": to_pt2, "ts": to_torchscript}
+def in_blocks(graphs: Graphs, inputs: Shapes) -> tuple[list, list]:
+    """ONNX nodes and initializers of the `tensor` graph: the network loops over blocks of rows."""
+
+    def front(*given: Tensor) -> tuple[Tensor, ...]:
+        acc, w, X, ys, scale = graphs.prepare("tensor", dict(zip(inputs, given, strict=True)))
+        return *acc, w, X, *ys, scale
+
+    def network(p, w, X, y_row, y_col, rate, decay) -> Tensor:
+        return folded.update(graphs.config, graphs.phi(), p, w, X, [y_row, y_col], rate, decay)
+
+    h, k = front(*example(inputs))[4].shape[1:]
+    made = {"w": ("b", h, k), "X": ("b", k, "e", "m", "n"), "y_row": ("b", h, "e", "m", 1)}
+    made |= {"y_col": ("b", h, "e", 1, "n"), "rate": ("b",)}
+    given = {"p": inputs["p"]} | made | {"decay": ("b",)}
+    cut = ("p", "X", "y_row")
+    names = [f"{k}_block" if k in cut else k for k in given]
+    outputs = [*(f"new_{k}" for k in Accumulators._fields), *made]
+    first = onnxgraphs.convert(to_program(graphs, front, inputs), inputs, outputs, "front_")
+    body = onnxgraphs.convert(to_program(graphs, network, given), names, ["new_p_block"], "net_")
+    nodes, constants = onnxgraphs.loop(body, cut, BLOCK // h, "new_p")
+    return [*first.node, *nodes], [*constants, *first.initializer, *body.initializer]
+
+
+# ---------------------------------------------------------------- the contract
+
+MEANINGS = {"p": "parameter", "g": "gradient", "M": "momenta", "V": "second moment"} | {
+    "r": "mean of g^2 over n (of a vector: g^2)",
+    "c": "mean of g^2 over m (of a vector: g^2)",
+    "t": "number of steps done: 0 at the first",
+    "scale": "lr (1 by default) times fan_in^update of the tensor's role; VeLO: times alpha too",
+    "decay": "lr times weight decay; 0 for none",
+    "eps_scale": "1 / fan_in",
+    "features": "what the LSTM sees of the tensor; its first value has 1 added at index 1 + the "
+    "number of axes longer than 1, if that is below 5",
+    "num_steps": "length of the run in steps",
+    "loss_decay": "exp(-1/x), x: 10 values from 10 to num_steps, evenly spaced in log x (all 10 "
+    "with use_bugged_loss_features)",
+}
+NOTES = {
+    "tensor": "rank 2 and more: n is the largest axis, m the next, e all others in their order, "
+    "flattened. Of equal axes the largest is out (torch's first), then in (torch's second), then "
+    "the others from the last one backwards. Embeddings and transposed convolutions store (in, "
+    "out, ...). b tensors of one shape go together. With m > n all of new_p is NaN.",
+    "vector": "rank 0 and 1; b tensors of one size go together.",
+    "hyper": "once before the steps, for all T tensors: gives each its w0, b0, ... and alpha.",
+    "state": "output new_x is input x of the next step; `first` is x before the first.",
+    "mup": "powers of fan_in, the number of inputs that one output sums; biases, norms and "
+    "embeddings are input with fan_in 1. Roles: input if only fan_out grows with width, hidden if "
+    "both do, output if only fan_in does.",
+    "not finite": "NaN and infinite entries of g count as 0, others are clipped to +-clip. One "
+    "such entry of p makes all of new_p NaN. In M, V, r or c they stay: go back to a checkpoint.",
+}
+
+
+def epsilons(config: LOConfig) -> dict:
+    """Those of features.py, with what they are multiplied by."""
+    if config.eps == "relative":
+        same = {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8}
+        return same | {"r, c": 1e-2, "F": 1e-8}
+    times = "eps_scale" if config.eps == "fan_in" else 1
+    found = {"times": times, "V": 1e-6, "r, c": 1e-8, "g^2": 1e-30, "F": 1e-9}
+    return found | {"F*M of vectors": 0.0 if config.net == "velo" else 1e-6, "RMS": config.eps_rms}
+
+
+def signature(lo: LO, kind: str) -> dict:
+    """A graph's inputs and outputs; state has a first value, one number or a list per tensor."""
+    first = {"loss_low": 999999999999.0, "features": [-2.5, *[0.0] * 5, *[-2.5] * 6]}
+    if kind == "hyper":
+        first |= {"h": lo.hidden0[0].tolist(), "cell": lo.cell0[0].tolist()}
+    inputs, outputs = shapes(lo.config, kind)
+    given = [{"name": k, "shape": s, "dtype": "float32"} for k, s in inputs.items()]
+    made = [{"name": k, "shape": s, "dtype": "float32"} for k, s in outputs.items()]
+    for x, name in zip(given, inputs, strict=True):
+        x |= {"meaning": MEANINGS[name]} if name in MEANINGS else {}
+        x |= {"first": first.get(name, 0.0)} if f"new_{name}" in outputs and name != "p" else {}
+    return {"use": NOTES[kind], "inputs": given, "outputs": made}
+
+
+def describe(lo: LO, name: str) -> dict:
+    """All that a program must know to use the files: what <name>.json says."""
+    config, velo = lo.config, lo.config.net == "velo"
+    rates = {k[5:]: x.flatten().tolist() for k, x in Graphs(lo).named_buffers() if k[:4] == "rate"}
+    names = {"init": "init variance", "multiplier": "output multiplier", "update": "update"}
+    time = ("tanh(10 (t/num_steps - x))", "tanh(t/num_steps - 10 x)", "tanh(t/x - 1)", "tanh(t/x)")
+    time = time[2 * (not velo) + (config.spec == "paper")]
+    about = {"format": FORMAT, "version": VERSION, "name": name, "torch": torch.__version__}
+    return about | {
+        "lo": dataclasses.asdict(config),
+        "notes": {k: x for k, x in NOTES.items() if k not in ("tensor", "vector", "hyper")},
+        "mup": {k: {names[x]: n for x, n in rule._asdict().items()} for k, rule in RULES.items()},
+        "graphs": {kind: signature(lo, kind) for kind in kinds(config)},
+        "clip": features.CLIP[config.net],
+        "features": features.feature_names(config.feature_set),
+        "time": {"formula": time, "x": features.FRACTIONS if velo else features.TIMESCALES},
+        "1 - beta": rates,
+        "epsilons": epsilons(config),
+    }
 
 
 def write(
     lo: LO,
     out: str | Path,
     name: str,
-    suffixes: Iterable[str] = tuple(WRITERS),
+    suffixes: Iterable[str] = ("onnx", "pt2", "ts"),
     about: dict | None = None,  # to be kept with the optimizer
 ) -> Path:
     """Write the files of a learned optimizer to a folder; the path of its .json, written last."""
@@ -155,186 +328,170 @@ def write(
     except OSError as error:
         raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out.") from None
     config = describe(lo, name)
-    text = json.dumps(config, separators=(",", ":"))
-    files = [out / f"{name}.pt"]
-    checkpoints.save(lo, files[0], **(about or {}))
-    made = [(kind, suffix) for kind in graphs.kinds(lo.config) for suffix in suffixes]
-    for kind, suffix in tqdm(made, f"exporting {name}", unit="file"):
-        files.append(out / f"{name}.{kind}.{suffix}")
-        content = WRITERS[suffix](graphs.make(lo, kind), text)
-        checkpoints.write_atomically(files[-1], content)
-    config["sha256"] = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    text, path = json.dumps(config, indent=1), out / f"{name}.json"
-    checkpoints.write_atomically(path, text)
+    text, makers = json.dumps(config, separators=(",", ":")), {}
+    for kind in kinds(lo.config):
+        makers[f"{name}.{kind}.onnx"] = partial(to_onnx, lo, kind, text)
+        makers[f"{name}.{kind}.pt2"] = partial(to_pt2, lo, kind, text)
+    makers[f"{name}.ts"] = partial(to_torchscript, lo, text)
+    files = [k for k in makers if k.rpartition(".")[2] in suffixes]
+    checkpoints.save(lo, out / f"{name}.pt", **(about or {}))
+    for file in tqdm(files, f"exporting {name}", unit="file"):
+        with quiet(), torch.no_grad():
+            content = makers[file]()
+        checkpoints.write_atomically(out / file, content)
+    files = [f"{name}.pt", *files]
+    config["sha256"] = {k: hashlib.sha256((out / k).read_bytes()).hexdigest() for k in files}
+    checkpoints.write_atomically(out / f"{name}.json", json.dumps(config, indent=1))
+    return out / f"{name}.json"
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_config(text: str | bytes, path: str | Path) -> dict:
+    """The config that every exported file carries, if it is one that this code reads."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ValueError(f"{path} was not written by export.py: export it anew.")
+    if config.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has format version {config.get('version')}, this code reads {VERSION}: "
+            "export the optimizer anew."
+        )
+    return config
+
+
+def sidecars(path: str | Path) -> list[tuple[Path, dict]]:
+    """The .json files of exported optimizers in a folder, or one by its path, and their configs."""
+    path = Path(path)
+    files = [path] if path.is_file() else sorted(path.glob("*.json"))
+    files = [f for f in files if path.is_file() or f'"{FORMAT}"' in f.read_text(errors="ignore")]
+    if not files:
+        raise FileNotFoundError(f"{path} has no exported optimizer: run export.py first.")
+    return [(f.resolve(), read_config(f.read_bytes(), f)) for f in files]
+
+
+def checked(folder: Path, name: str, config: dict) -> Path:
+    """The path of an exported file whose SHA-256 is the one in the .json."""
+    path = folder / name
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != config.get("sha256", {}).get(name):
+        raise ValueError(f"{path} is damaged, or not the file its .json is of: export it anew.")
     return path
 
 
-# ---------------------------------------------------------------- reading and checking
-
-
-def open_graph(path: str | Path, config: dict | None = None) -> Callable[..., tuple[Tensor, ...]]:
-    """An exported file of any format as a function of its inputs; it must carry `config`."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
-    if path.suffix == ".onnx":
-        session = Session(path)
-        _same(session.config, config, path)
-        return lambda *x: tuple(session.run(dict(zip(session.inputs, x, strict=True))).values())
-    extra = {"mulo.json": ""}
+def open_graphs(path: str | Path, config: dict | None = None) -> dict[str, Callable]:
+    """The graphs in a file of any format, by name; the file must carry `config`, if given."""
+    path, extra = Path(path), {"mulo.json": ""}
     try:
-        if path.suffix == ".ts":
-            with graphs.quiet():
+        with quiet():
+            if path.suffix == ".onnx":
+                run = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+                extra = {"mulo.json": run.get_modelmeta().custom_metadata_map["mulo"]}
+            elif path.suffix == ".pt2":
+                run = torch.export.load(path, extra_files=extra).module()
+            else:
                 run = torch.jit.load(path, _extra_files=extra)
-        else:
-            run = torch.export.load(path, extra_files=extra).module()
-    except Exception as error:  # of many kinds
-        raise ValueError(f"{path} is damaged or of another format: export it anew.") from error
-    found = read_config(extra["mulo.json"], path)
-    _same(found, config, path)
-    written = found.get("torch", "an unknown version").split("+")[0]
-    if path.suffix == ".ts" and written != torch.__version__.split("+")[0]:
+    except Exception as error:  # torch and onnxruntime raise many types here
         raise ValueError(
-            f"{path} is TorchScript of torch {written}, this is {torch.__version__}: "
-            "export it anew, or use the .pt2 file."
-        )
-    return run
-
-
-def _same(found: dict, config: dict | None, path: Path) -> None:
+            f"{path} is missing, damaged or of another format: export it anew."
+        ) from error
+    found = read_config(extra["mulo.json"], path)
     if config is not None and found != config:
         raise ValueError(f"{path} carries another config than its .json: export it anew.")
+    if path.suffix == ".ts":
+        return {kind: getattr(run, kind) for kind in found["graphs"]}
+    kind = path.stem.rpartition(".")[2]
+    return {kind: partial(run_onnx, run) if path.suffix == ".onnx" else run}
 
 
-AXES = {"matrix": "bmn", "tall": "bmn", "tensor": "bemn", "vector": "bn"}
-SIZES = {  # that graphs are checked on
-    "matrix": ("1 1 1000", "8 1 1", "2 3 5", "1 1024 1024", "1 1024 4096"),
-    "tall": ("1 1000 1", "8 1 1", "2 5 3", "1 1024 1024", "1 4096 1024"),
-    "tensor": ("8 1 1 1", "2 3 5 7", "1 9 64 64"),
-    "vector": ("8 1", "3 5", "1 100000"),
+def run_onnx(session: onnxruntime.InferenceSession, *inputs: Tensor) -> list[Tensor]:
+    names = [x.name for x in session.get_inputs()]
+    given = {k: x.numpy() for k, x in zip(names, inputs, strict=True)}
+    return [torch.from_numpy(y) for y in session.run(None, given)]
+
+
+# ---------------------------------------------------------------- checking
+
+CHECKED = {  # sizes, in the order of SIZES
+    "tensor": ("1 1 1 1000", "8 1 1 1", "2 3 5 7", "1 9 64 64", "1 1 3 65537", "1 1 999 1024"),
+    "vector": ("8 1 1 1", "3 1 1 5", "1 1 1 100001"),
+    "hyper": ("1 1 1 1 4", "1 1 1 1 11"),
 }
-TIMES = {"first step": 0.0, "step 1e5": 1e5, "zero gradients": 7.0, "dead row": 7.0}
+CASES = {"first step": 0.0, "step 1e5": 1e5, "zero gradients": 7.0, "dead column": 7.0}  # and t
 
 
-def cases(graph: Graph) -> Iterator[tuple[str, list[Tensor]]]:
-    """Inputs that a graph is checked on, each with what it is."""
+def cases(config: LOConfig, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Inputs that a graph is checked on, each with what it is; updates are of size 1."""
     generator = torch.Generator().manual_seed(0)
-    for size in SIZES.get(graph.kind, ("1 1 1 9 1", "3 5 7 11 4")):
-        sizes = dict(zip(AXES.get(graph.kind, "bemnT"), map(int, size.split()), strict=True))
-        large = math.prod(sizes.values()) > 10**6  # seconds each
-        for what, t in TIMES.items():
-            usual = what in ("first step", "step 1e5")
-            if usual or (graph.kind in graphs.STEPS and not (large and what == "zero gradients")):
-                x = inputs_for(graph, sizes, what, t, generator)
-                yield f"{size.replace(' ', 'x')}, {what}", list(x.values())
+    fixed = {"loss": 3.0, "num_steps": 1e3, "loss_decay": features.loss_decays(1000, bugged=False)}
+    fixed |= {"eps_scale": 1 / 64, "scale": 1 / (config.lam1 or 1), "decay": 0.01}
+    factors = {"p": 0.1, "g": 0.01, "M": 0.01, "V": 1e-4, "r": 1e-4, "c": 1e-4}
+    for size, (what, t) in product(CHECKED[kind], CASES.items()):
+        sizes, x = dict(zip(SIZES, map(int, size.split()), strict=False)), {}
+        fixed |= {"t": t, "loss_count": t}
+        for name, shape in shapes(config, kind)[0].items():
+            v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
+            v = v.square() if name in ("V", "r", "c", "loss_means", "loss_low") else v
+            v = x[name] = fixed[name] + 0 * v if name in fixed else factors.get(name, 0.5) * v
+            if name in ("M", "V", "r", "c", "g"):
+                zero = what == "zero gradients" or (what == "first step" and name != "g")
+                (v if zero else v[..., 0] if what == "dead column" else v[:0]).zero_()
+        yield f"{size.replace(' ', 'x')}, {what}", x
 
 
-def inputs_for(
-    graph: Graph, sizes: dict[str, int], what: str, t: float, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Random inputs of plausible size; the state is zero at the first step."""
-    x = {}
-    size_g = 1.0 if graph.kind == "stats" else 0.01  # stats are clipped logarithms
-    fixed = {"rank": 3.0, "loss": 3.0, "num_steps": 1e3, "step": t, "loss_count": t, "fan_in": 64.0}
-    fixed["lr_scale"] = 1 / (graph.config.lam1 or 1)
-    for name, shape in graph.inputs.items():
-        v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
-        if name in fixed:
-            v = torch.full_like(v, fixed[name])
-        elif name == "param":
-            v = 0.1 * v
-        elif name in ("grad", "momentum"):
-            v = size_g * v
-        elif name in ("second_moment", "row", "col"):
-            v = (size_g * v).square()
-        elif name == "loss_decay":
-            v = features.loss_decays(1000, bugged=False)
-        elif name in ("loss_means", "loss_low"):
-            v = 3 + 0.1 * v
-        elif name[0] == "w":  # weights that VeLO generated
-            v = v / v.shape[-2] ** 0.5
-        state = name in ("second_moment", "momentum", "row", "col")
-        if graph.kind in graphs.STEPS and (state or name == "grad"):
-            if what == "zero gradients" or (what == "first step" and state):
-                v = torch.zeros_like(v)
-            if what == "dead row":
-                axis = -1 if name in ("row", "col") or graph.kind == "vector" else -2
-                v.narrow(axis, 0, 1).zero_()
-        x[name] = v
-    return x
-
-
-def difference(
-    graph: Graph, given: tuple[Tensor, ...], right: tuple[Tensor, ...], param: Tensor
-) -> float:
-    """The largest error of any output relative to its size; of parameters, of the update."""
+def difference(names: Iterable[str], given: Iterable, right: Iterable, p: Tensor) -> float:
+    """The largest error of any output relative to its largest entry; of new_p, to the update's."""
     worst = 0.0
-    if len(given) != len(right):
-        return float("inf")
-    for name, a, b in zip(graph.outputs, given, right, strict=True):
-        a = a.double()
-        if a.shape != b.shape:
-            return float("inf")
-        if name == "new_param":
-            a, b = a - param.double(), b - param.double()
-        size = b.abs().max() if name == "new_param" else graph.size(name, right)
-        error = float((a - b).abs().max() / size.clamp_min(1e-30))
-        worst = max(worst, error) if error == error else float("inf")
+    for name, a, b in zip(names, given, right, strict=True):
+        a, b = (y.double() - p.double() if name == "new_p" else y.double() for y in (a, b))
+        if a.shape != b.shape or not a.isfinite().all():
+            return math.inf
+        worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)))
     return worst
 
 
-def verify(path: str | Path, say: Callable[[str], None] = print) -> list[str]:
-    """Check every file that a .json lists against the eager float64 step; what is wrong."""
-    path, config = sidecar(path)
-    folder, name, wrong = path.parent, config["name"], []
-    lo = checkpoints.load(checked(folder, f"{name}.pt", config))
-    inside = {k: x for k, x in config.items() if k != "sha256"}
-    other = {"torch": "", "graphs": ""}  # may differ between releases
-    if inside | other != json.loads(json.dumps(describe(lo, name))) | other:
-        wrong.append(f"{path} does not describe {name}.pt: export it anew.")
-    say(f"{'file':28}{'bytes':>9}{'max error':>12}  {'worst case':28}{'µs per step':>12}")
-    for kind in graphs.kinds(lo.config):
-        runs = {}
-        for file in (k for k in config["sha256"] if k.startswith(f"{name}.{kind}.")):
+def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[float, str]]:
+    """The largest error of each file's graph, and where, against the graph in float64."""
+    exact, worst = getattr(Graphs(lo, kind).double(), kind), dict.fromkeys(runs, (0.0, "none"))
+    for what, x in cases(lo.config, kind):
+        right, p = exact(*(v.double() for v in x.values())), x.get("p", torch.zeros(()))
+        for file, run in runs.items():
             try:
-                file = checked(folder, file, config)
-                runs[file] = open_graph(file, inside), []
-            except (ValueError, OSError) as error:
-                wrong.append(str(error))
-        if not any(k.startswith(f"{name}.{kind}.") for k in config["sha256"]):
-            wrong.append(f"{path} lists no file of the {kind} graph: export it anew.")
-        wrong += compare(graphs.make(lo, kind), runs, say) if runs else []
-    return wrong
+                error = difference(shapes(lo.config, kind)[1], run(*x.values()), right, p)
+            except (RuntimeError, ValueError, TypeError):  # another graph's file
+                error = math.inf
+            worst[file] = max(worst[file], (error, what))
+    return worst
 
 
-def compare(graph: Graph, runs: dict[Path, tuple[Callable, list]], say: Callable) -> list[str]:
-    """Run all files of one graph beside the eager float64 step; what is wrong."""
-    wrong, eager = [], copy.deepcopy(graph).double()
-    with torch.no_grad():
-        for what, x in cases(graph):
-            right = eager(*(v.double() for v in x))
-            for run, errors in runs.values():
-                try:
-                    errors.append((difference(graph, run(*x), right, x[0]), what))
-                except (RuntimeError, ValueError, TypeError):  # it is another graph's file
-                    errors.append((float("inf"), what))
-        for file, (run, errors) in runs.items():
-            error, what = max(errors)
-            us = 1e6 * clock(run, graph.example()) if error < float("inf") else float("nan")
-            say(f"{file.name:28}{file.stat().st_size:9}{error:12.1e}  {what:28}{us:12.0f}")
+@torch.no_grad()
+def verify(path: Path, config: dict, say: Callable[[str], None] = print) -> list[str]:
+    """Compare every file that a .json lists with its graph in float64; what is wrong."""
+    name, inside = config["name"], {k: x for k, x in config.items() if k != "sha256"}
+    lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
+    own, runs = json.loads(json.dumps(describe(lo, name))), {kind: {} for kind in kinds(lo.config)}
+    if inside | {"torch": ""} != own | {"torch": ""}:
+        wrong.append(f"{path} does not describe {name}.pt: export it anew.")
+    for file in list(config["sha256"])[1:]:  # the first is the .pt
+        try:
+            for kind, run in open_graphs(checked(path.parent, file, config), inside).items():
+                runs[kind][file] = run
+        except (ValueError, OSError) as error:
+            wrong.append(str(error))
+    say(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
+    for kind, files in runs.items():
+        for file, (error, what) in compare(lo, kind, files).items():
+            say(f"{file:24}{kind:10}{(path.parent / file).stat().st_size:8}{error:12.1e}  {what}")
             if not error <= TOLERANCE:
-                wrong.append(f"{file} is off by {error:.1e} at {what}: export it anew.")
+                wrong.append(f"{file}: {kind} is off by {error:.1e} at {what}: export it anew.")
+        if not files:
+            wrong.append(f"{path} lists no good file of the {kind} graph: export it anew.")
     return wrong
-
-
-def clock(run: Callable, inputs: tuple[Tensor, ...], repeats: int = 20) -> float:
-    """Seconds of a call, the least of a few."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run(*inputs)
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def main() -> None:
@@ -346,25 +503,20 @@ def main() -> None:
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     parser.add_argument("--verify", metavar="DIR", help="only check what is in this folder")
     args = parser.parse_args()
-    if (args.lo is None) == (args.verify is None):
+    if bool(args.lo) == bool(args.verify):
         parser.error("give a learned optimizer to export, or --verify DIR")
-    torch.set_num_threads(1)  # so that times compare
-    rule.keep_freed_memory()
     try:
-        if args.verify:
-            paths = sidecars(args.verify) or [sidecar(args.verify)[0]]
-        else:
+        if args.lo:
             source = checkpoints.find(args.lo)  # a run's is called lo.pt: name it by its folder
             name = source.parent.resolve().name if source.stem == "lo" else source.stem
-            about = checkpoints.about(source)
-            paths = [write(checkpoints.load(source), args.out, name, about=about)]
-        wrong = [x for path in paths for x in verify(path)]
+            lo, about = checkpoints.load(source), checkpoints.about(source)
+        found = sidecars(args.verify or write(lo, args.out, name, about=about))
+        wrong = [x for file, config in found for x in verify(file, config)]
     except (ValueError, OSError) as error:
         sys.exit(f"export.py: {error}")
     if wrong:
         sys.exit("export.py: " + "\n".join(wrong))
-    for path in paths:
-        print(f"{path}: every file agrees with the eager float64 step within {TOLERANCE:g}.")
+    print(f"{found[-1][0]}: every file agrees with the float64 step within {TOLERANCE:g}.")
 
 
 if __name__ == "__main__":

@@ -334,14 +334,15 @@ class LossBuffer(NamedTuple):
 
 
 def init_loss_buffer(*batch: int, device: torch.device | str | None = None) -> LossBuffer:
-    z = torch.zeros(*batch, 10, device=device)
-    return LossBuffer(z, z + 999999999999.0, torch.zeros(batch, device=device))
+    z = torch.zeros(*batch, 10, dtype=torch.float32, device=device)
+    return LossBuffer(z, z + 999999999999.0, z[..., 0].clone())
 
 
 def loss_decays(num_steps: int, bugged: bool, device: torch.device | str | None = None) -> Tensor:
     """The decays of the 10 means: half-lives from 10 steps to num_steps (all 10 if "bugged")."""
     top = 1.0 if bugged else math.log10(num_steps)
-    return torch.exp(-1 / 10 ** torch.linspace(1, top, 10, device=device))
+    half_lives = 10 ** torch.linspace(1, top, 10, dtype=torch.float32, device=device)
+    return torch.exp(-1 / half_lives)
 
 
 def loss_features(

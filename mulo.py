@@ -242,13 +242,14 @@ def generate(
     x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
+    fractions: Tensor | None = None,  # an exported graph passes its own, as for `timescales`
 ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
     """VeLO before each step: advance the LSTM; return its state, and each tensor's MLP and alpha.
 
     P nets of T tensors each; the weights are (P, T, ...), alpha is (P, T).
     """
     memory, x_loss = features.loss_features(memory, loss, decays)
-    x_time = features.fraction_features(t, num_steps, config.spec)
+    x_time = features.fraction_features(t, num_steps, config.spec, fractions)
     x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
     x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
     h, cell = lstm_step(phi, x, h, cell)
@@ -552,13 +553,16 @@ class MuLO(torch.optim.Optimizer):
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k
         if self.lo.config.param_scale_mult:
-            scales = [features.param_scale(x.p).to(device, alpha.dtype) for x in stacks]
+            scales = [self._param_scale(x).to(device, alpha.dtype) for x in stacks]
             alpha = alpha * torch.stack(scales, 1)
         return phi, alpha
 
     def _tensor_features(self, x: Stack) -> Tensor:
         """What the LSTM sees of a tensor, (1, 12)."""
         return features.tensor_features(x.p, x.acc.M, x.acc.V).float()
+
+    def _param_scale(self, x: Stack) -> Tensor:
+        return features.param_scale(x.p)
 
     def _hyper(self, memory: LossBuffer, loss, t, x_tensor, h, cell) -> tuple:
         """`generate` with this optimizer's weights: what a subclass may run elsewhere."""
@@ -592,7 +596,8 @@ class MuLO(torch.optim.Optimizer):
         groups = [{k: g[k] for k in ("names", "role") if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
-            self.state[p] = {k: x.detach().to(p.device, copy=True) for k, x in state.items()}
+            how = {"device": p.device, "copy": True, "memory_format": torch.contiguous_format}
+            self.state[p] = {k: x.detach().to(**how) for k, x in state.items()}
         if "loss" in self.state:
             memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
             self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}

@@ -46,7 +46,7 @@ def write(folder: Path) -> None:
     about = {
         "steps": STEPS,
         "multiplier": 1 / task.width,  # of the output layer, under μP
-        "lr_scale": training.update_scales(task),
+        "roles": task.roles(),
         "arrays": [[k, list(x.shape), str(x.dtype)] for k, x in arrays.items()],
     }
     content = b"".join(np.ascontiguousarray(x).tobytes() for x in arrays.values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import features
-from features import Accumulators, Dims, Eps, Phi, trailing
+from features import Accumulators, Dims, Eps, Phi, Rates, trailing
 
 
 def step(
@@ -25,33 +25,54 @@ def step(
     dims: Dims,
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
+    rates: Rates | None = None,
     timescales: Tensor | None = None,
 ) -> tuple[Accumulators, Tensor]:
-    """`mulo.step`: the same arguments (an exported graph adds its timescales), the same result."""
-    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
-    p, g = features.wide(p), features.clean(g, features.CLIP[config.net]).to(acc.V)
+    """`mulo.step`: the same arguments, the same result. An exported graph passes constants too."""
+    acc, *layer, scale = prepare(
+        config, phi, acc, p, g, t, scale, dims, eps_scale, rates, timescales
+    )
+    return acc, update(config, phi, features.wide(p), *layer, scale, decay)
+
+
+def prepare(
+    config, phi, acc, p, g, t, scale, dims, eps_scale, rates, timescales
+) -> tuple[Accumulators, Tensor, Tensor, list[Tensor], Tensor]:
+    """New accumulators, and the first layer as w, X, [y..]: it is w X + y0 + y1; then the scale."""
+    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), rates or features.rates_of(phi)
+    g = features.clean(g, features.CLIP[config.net]).to(acc.V)
     acc = features.accumulate(acc, g, dims, rates, eps)
     found = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
     *vectors, (w, X) = first_layer(phi["w0"], found, eps)
-
     y = phi["b0"]  # (S | 1, h)
     if config.net == "small_fc":
         T = features.time_features(t.reshape(-1), config.t_max, config.spec, timescales)
         y = y + (T.unsqueeze(1) @ phi["w0"][:, -T.shape[-1] :]).squeeze(1)
+        scale = scale * features.annealing(t, config.t_max, config.anneal)
+    ys = [(a @ x.flatten(2)).unflatten(-1, x.shape[2:]) for a, x in vectors]  # (S, h, *shape)
     y = trailing(y, X.ndim)
-    for w_vector, x in vectors:  # (S, h, k), (S, k, *shape) with size 1 along some axes
-        y = y + (w_vector @ x.flatten(2)).unflatten(-1, x.shape[2:])
-    y = y.expand(-1, -1, *X.shape[2:]) if vectors else y
-    y = torch.baddbmm(y.flatten(2), w, X.flatten(2))  # (S, h, n)
+    return acc, w, X, [ys[0] + y, *ys[1:]] if ys else [y], scale
+
+
+def update(
+    config,
+    phi: Phi,
+    p: Tensor,  # (S, *shape)
+    w: Tensor,  # (S, h, k)
+    X: Tensor,  # (S, k, *shape)
+    ys: list[Tensor],  # (S, h, *shape) each, with size 1 along some axes
+    scale: Tensor,
+    decay: Tensor | float,
+) -> Tensor:
+    """New parameters: the network from its first layer on, eq. 2 and eq. 3."""
+    y = (w @ X.flatten(2)).unflatten(-1, X.shape[2:]) + sum(ys[1:], ys[0])
+    y = y.flatten(2)  # (S, h, n)
     for k in range(1, config.hidden_layers + 1):
         w = phi[f"w{k}"].mT.expand(y.shape[0], -1, -1)
         y = torch.baddbmm(phi[f"b{k}"].unsqueeze(-1), w, y.relu())
     d, m = y.unflatten(2, X.shape[2:]).unbind(1)
-    if config.net == "small_fc":
-        scale = scale * features.annealing(t, config.t_max, config.anneal)
     d, e_m = trailing(scale, p.ndim) * d, (config.lam2 * m).exp()
-    p = p * (1 - trailing(decay, p.ndim))
-    return acc, torch.addcmul(p, d, e_m, value=-config.lam1)  # eq. 2 and 3
+    return torch.addcmul(p * (1 - trailing(decay, p.ndim)), d, e_m, value=-config.lam1)  # eq. 2, 3
 
 
 def first_layer(
@@ -75,5 +96,5 @@ def first_layer(
         rows, xs = zip(*groups[axes], strict=True)
         x = torch.cat(xs, 1)
         norm = features.inverse_rms(features.mean_square(x), eps)
-        layers.append(((torch.cat(rows, 1) * norm.unsqueeze(-1)).mT, x))
+        layers.append((torch.cat(rows, 1).mT * norm.unsqueeze(1), x))
     return layers

@@ -1,8 +1,12 @@
 """One thread: the tests' tensors are small, and threads that wait for busy cores cost minutes."""
 
+import io
+import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: GPU kernels run on the CPU
@@ -24,7 +28,13 @@ if "ONEDNN_MAX_CPU_ISA" not in os.environ and amx_is_broken():
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from golden_files import Golden  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import desk  # noqa: E402
+
+import export  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -46,3 +56,37 @@ def complaint(monkeypatch, capsys):
         return f"{capsys.readouterr().err}{stop.value.code}"
 
     return run
+
+
+# Exported files: written once, by the tests that first need them.
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """mulo_m, written and checked by the README's command, and the examples' task."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", ["export.py", "mulo_m", "--out", str(folder)])
+        export.main()
+    (folder / "said.txt").write_text(said.getvalue())
+    desk.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def velo(tmp_path_factory):
+    """A golden VeLO that multiplies its updates by RMS(W), as ONNX and TorchScript."""
+    folder = tmp_path_factory.mktemp("velo")
+    export.write(Golden("velo_psm1_bug0").lo(), folder, "velo", ["onnx", "ts"])
+    return folder
+
+
+@pytest.fixture
+def copied(exported, tmp_path):
+    """Some of the exported files, to be damaged."""
+    for file in ("json", "pt", "vector.onnx", "ts", "vector.pt2"):
+        shutil.copy(exported / f"mulo_m.{file}", tmp_path)
+    config = json.loads((tmp_path / "mulo_m.json").read_text())
+    config["sha256"] = {k: v for k, v in config["sha256"].items() if (tmp_path / k).exists()}
+    (tmp_path / "mulo_m.json").write_text(json.dumps(config))
+    return tmp_path

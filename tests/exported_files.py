@@ -1,6 +1,5 @@
 """What tests of exported files share."""
 
-import copy
 import hashlib
 import json
 
@@ -9,31 +8,22 @@ import torch
 import export
 
 
-def inputs_of(graph, generator=None, **sizes):
-    """Random inputs with gradients of size 0.01, and lr_scale = 1 / lam1."""
-    x = {}
-    for name, shape in graph.inputs.items():
-        x[name] = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
-        if name in ("grad", "momentum"):
-            x[name] *= 0.01
-        if name in ("second_moment", "row", "col"):
-            x[name] = (0.01 * x[name]).square()
-    x["step"] = torch.tensor(12.0)
-    x["lr_scale"] = torch.full_like(x["lr_scale"], 1 / graph.config.lam1)
-    x["param"] *= 0.1
-    return x
+def inputs_of(config, kind, **sizes):
+    """Random inputs with gradients of size 0.01, and scale = 1 / lam1."""
+    generator, x = torch.Generator().manual_seed(0), {}
+    factors = {"p": 0.1, "g": 0.01, "M": 0.01, "V": 1e-4, "r": 1e-4, "c": 1e-4}
+    for name, shape in export.shapes(config, kind)[0].items():
+        v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
+        x[name] = factors.get(name, 1.0) * (v.square() if name in ("V", "r", "c") else v)
+    fixed = {"t": 12.0, "scale": 1 / config.lam1, "decay": 0.0}
+    return x | {k: torch.full_like(x[k], v) for k, v in fixed.items()}
 
 
-def error(session, graph, x):
-    """Of the update, relative to its largest entry, against the eager step in float64."""
-    given = session.run(x)["new_param"].double()
-    right, *_ = copy.deepcopy(graph).double()(*(v.double() for v in x.values()))
-    p = x["param"].double()
-    return float(((given - p) - (right - p)).abs().max() / (right - p).abs().max())
-
-
-def small_cases(graph, cases=export.cases):
-    return ((what, x) for what, x in cases(graph) if x[0].numel() < 10_000)
+def error(run, lo, kind, x):
+    """Of the update, relative to its largest entry, against the graph in float64."""
+    graph = getattr(export.Graphs(lo, kind).double(), kind)
+    p, right = x["p"].double(), graph(*(v.double() for v in x.values()))[0]
+    return float((run(x)["new_p"].double() - right).abs().max() / (right - p).abs().max())
 
 
 def sign(folder, file):

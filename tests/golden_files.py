@@ -1,5 +1,6 @@
 """Reading the golden vectors, and running them through the Optimizer. See golden/README.md."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +42,9 @@ def to_torch_layout(x: np.ndarray, axes_from: int = 0) -> np.ndarray:
     return np.ascontiguousarray(x.transpose(order))
 
 
-def run(golden: Golden, layout: str, backend: str = "auto"):
+def run(golden: Golden, layout: str, backend: str = "auto", optimizer=None):
     """Yield (step, {name: parameter}, optimizer) after each step; layout is "jax" or "torch"."""
+    optimizer = optimizer or partial(mulo.MuLO, lo=golden.lo(), backend=backend)
     turn = to_torch_layout if layout == "torch" else (lambda x, axes_from=0: x)
     params = {
         n: torch.nn.Parameter(torch.tensor(turn(golden[f"param_init/{n}"]))) for n in golden.names
@@ -56,7 +58,7 @@ def run(golden: Golden, layout: str, backend: str = "auto"):
         }
         for n in golden.names
     ]
-    opt = mulo.MuLO(groups, golden.lo(), num_steps=golden.num_steps, backend=backend)
+    opt = optimizer(groups, num_steps=golden.num_steps)
     for s in range(golden.steps):
         for n, p in params.items():
             p.grad = torch.tensor(turn(golden[f"grad/{n}"][s]))

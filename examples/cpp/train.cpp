@@ -3,12 +3,11 @@
 //       -DCMAKE_PREFIX_PATH=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 //   cmake --build build/cpp && build/cpp/train exported
 // libtorch must be of the version of torch that exported: TorchScript is no longer developed.
+#include <ATen/Parallel.h>
 #include <torch/script.h>
-#include <torch/torch.h>
 
 #include <fstream>
 #include <iostream>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -17,9 +16,20 @@ using torch::Tensor;
 constexpr int64_t kInputs = 64, kWidth = 64, kClasses = 10, kBatch = 64, kSteps = 200;
 
 struct Param {
-  Tensor p;
-  double lr_scale;             // under μP: 1 / fan_in for hidden weights
-  std::vector<Tensor> state;   // second_moment, momentum, row, col
+  Tensor p;                    // (out, in), or (n) for a bias
+  double scale;                // under μP: 1 / fan_in for hidden weights
+  std::vector<Tensor> state;   // M, V, r, c
+
+  bool tall() const { return p.dim() == 2 && p.size(0) >= p.size(1); }
+  // As a graph wants it: (b, n), or (b, e, m, n) with n the larger axis.
+  Tensor to_graph(const Tensor& x) const {
+    if (x.dim() == 1) return x.unsqueeze(0);
+    return (tall() ? x.t() : x).contiguous().unsqueeze(0).unsqueeze(0);
+  }
+  Tensor from_graph(const Tensor& x) const {
+    if (x.dim() == 2) return x.squeeze(0);
+    return tall() ? x[0][0].t().contiguous() : x[0][0];
+  }
 };
 
 Tensor read(std::ifstream& file, std::vector<int64_t> shape, torch::ScalarType type) {
@@ -32,15 +42,11 @@ Tensor read(std::ifstream& file, std::vector<int64_t> shape, torch::ScalarType t
 int main(int argc, char** argv) try {
   const std::string folder = argc > 1 ? argv[1] : "exported";
   at::set_num_threads(1);
-  const std::vector<std::string> kinds{"matrix", "tall", "vector"};
-  std::vector<std::string> files{"desk.bin"};
-  for (const auto& kind : kinds) files.push_back("mulo_m." + kind + ".ts");
-  for (const auto& file : files)
+  for (const std::string file : {"desk.bin", "mulo_m.ts"})
     if (!std::ifstream(folder + "/" + file))
       throw std::runtime_error("no " + folder + "/" + file +
                                ": run python export.py mulo_m && python examples/desk.py");
-  std::map<std::string, torch::jit::Module> graphs;
-  for (const auto& kind : kinds) graphs[kind] = torch::jit::load(folder + "/mulo_m." + kind + ".ts");
+  torch::jit::Module graphs = torch::jit::load(folder + "/mulo_m.ts");
 
   std::ifstream file(folder + "/desk.bin", std::ios::binary);
   std::vector<Param> params;
@@ -50,12 +56,13 @@ int main(int argc, char** argv) try {
     params.push_back({read(file, {sizes[k + 1], sizes[k]}, torch::kFloat), scale, {}});
     params.push_back({read(file, {sizes[k + 1]}, torch::kFloat), 1.0, {}});
   }
-  for (auto& [p, scale, state] : params) {
-    auto zeros = [](std::vector<int64_t> shape) { return torch::zeros(shape); };
-    std::vector<int64_t> shape = p.sizes().vec(), momentum{1, 3};
-    momentum.insert(momentum.end(), shape.begin(), shape.end());
-    state = {torch::zeros_like(p).unsqueeze(0), zeros(momentum), zeros({1, 3, shape.front()}),
-             zeros({1, 3, shape.back()})};
+  for (auto& param : params) {
+    const Tensor p = param.to_graph(param.p);
+    const Tensor M = torch::zeros_like(p).unsqueeze(1).repeat_interleave(3, 1);
+    param.state = p.dim() == 2
+                      ? std::vector<Tensor>{M, torch::zeros_like(p), M, M}
+                      : std::vector<Tensor>{M, torch::zeros_like(p), M.narrow(-1, 0, 1).contiguous(),
+                                            M.narrow(-2, 0, 1).contiguous()};
   }
   const Tensor x = read(file, {kSteps + 1, kBatch, kInputs}, torch::kFloat);
   const Tensor y = read(file, {kSteps + 1, kBatch}, torch::kInt).to(torch::kLong);
@@ -69,21 +76,18 @@ int main(int argc, char** argv) try {
   };
 
   for (int64_t t = 0; t < kSteps; ++t) {
-    std::vector<Tensor> leaves;
-    for (auto& param : params) leaves.push_back(param.p.requires_grad_());
+    for (auto& param : params) param.p = param.p.detach().requires_grad_();
     const Tensor loss = loss_on(t);
-    const auto grads = torch::autograd::grad({loss}, leaves);
+    loss.backward();
     torch::NoGradGuard no_grad;
-    for (size_t k = 0; k < params.size(); ++k) {
-      auto& [p, scale, state] = params[k];
-      const char* kind = p.dim() == 1 ? "vector" : p.size(0) >= p.size(1) ? "tall" : "matrix";
-      std::vector<torch::jit::IValue> inputs{p.detach().unsqueeze(0), grads[k].unsqueeze(0)};
-      inputs.insert(inputs.end(), state.begin(), state.end());
-      inputs.push_back(torch::tensor(float(t)));
-      inputs.push_back(torch::full({1}, scale));
-      const auto out = graphs[kind].forward(inputs).toTuple()->elements().vec();
-      p = out[0].toTensor().squeeze(0);
-      for (size_t i = 0; i < state.size(); ++i) state[i] = out[i + 1].toTensor();
+    for (auto& param : params) {
+      std::vector<torch::jit::IValue> inputs{param.to_graph(param.p), param.to_graph(param.p.grad())};
+      inputs.insert(inputs.end(), param.state.begin(), param.state.end());
+      for (const double value : {double(t), param.scale, 0.0}) inputs.push_back(torch::full({1}, value));
+      const auto graph = graphs.get_method(param.p.dim() == 1 ? "vector" : "tensor");
+      const auto out = graph(inputs).toTuple()->elements().vec();
+      param.p = param.from_graph(out[0].toTensor());
+      for (size_t i = 0; i < param.state.size(); ++i) param.state[i] = out[i + 1].toTensor();
     }
     if (t % 50 == 0) std::cout << "step " << t << ": " << loss.item<float>() << "\n";
   }

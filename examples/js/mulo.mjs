@@ -67,40 +67,51 @@ export function lossAndGradients(params, { x, y }, multiplier) {
   return { loss, grads };
 }
 
-/** The exported step: which graph a tensor needs, and its state. `open(kind)` gives a session. */
+/** A weight (out, in) transposed to (in, out), row by row. */
+function transpose(data, [rows, columns]) {
+  const result = new Float32Array(data.length);
+  for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) result[j * rows + i] = data[i * columns + j];
+  return result;
+}
+
+/** An exported optimizer: `about` is mulo_m.json, `open(kind)` makes a session. See README.md. */
 export class MuLO {
-  static async create(ort, open, params, lrScale) {
+  static async create(ort, open, about, params, roles) {
     const graphs = {};
-    for (const kind of ["matrix", "tall", "vector"]) graphs[kind] = await open(kind);
-    return new MuLO(ort, graphs, params, lrScale);
+    for (const kind of Object.keys(about.graphs)) graphs[kind] = await open(kind);
+    return new MuLO(ort, graphs, about, params, roles);
   }
 
-  constructor(ort, graphs, params, lrScale) {
-    Object.assign(this, { ort, graphs, lrScale, t: 0, state: {} });
+  constructor(ort, graphs, about, params, roles) {
+    Object.assign(this, { ort, graphs, t: 0, tensors: {} });
     for (const [name, { shape }] of Object.entries(params)) {
-      const zeros = (...s) => new ort.Tensor("float32", new Float32Array(s.reduce((a, b) => a * b)), s);
-      this.state[name] = {
-        second_moment: zeros(1, ...shape),
-        momentum: zeros(1, 3, ...shape),
-        row: zeros(1, 3, shape[0]),
-        col: zeros(1, 3, shape.at(-1)),
-      };
+      const [out, fanIn] = shape, isVector = shape.length === 1, tall = out >= fanIn;
+      const sizes = isVector ? { b: 1, n: out } : { b: 1, e: 1, m: Math.min(out, fanIn), n: Math.max(out, fanIn) };
+      const kind = isVector ? "vector" : "tensor", state = {};
+      for (const x of about.graphs[kind].inputs.filter((x) => "first" in x)) {
+        const dims = x.shape.map((d) => sizes[d] ?? d), size = dims.reduce((a, b) => a * b);
+        state[x.name] = new ort.Tensor("float32", new Float32Array(size).fill(x.first), dims);
+      }
+      const scale = (isVector ? 1 : fanIn) ** about.mup[roles[name]].update;
+      this.tensors[name] = { kind, tall, state, scale, dims: Object.values(sizes) };
     }
   }
 
   async step(params, grads) {
     const tensor = (data, shape) => new this.ort.Tensor("float32", data, shape);
     for (const [name, { shape, data }] of Object.entries(params)) {
-      const kind = shape.length === 1 ? "vector" : shape[0] >= shape[1] ? "tall" : "matrix";
-      const { new_param, ...state } = await this.graphs[kind].run({
-        param: tensor(data, [1, ...shape]),
-        grad: tensor(grads[name], [1, ...shape]),
-        ...this.state[name],
-        step: tensor(Float32Array.of(this.t), []),
-        lr_scale: tensor(Float32Array.of(this.lrScale[name]), [1]),
+      const { kind, tall, state, scale, dims } = this.tensors[name];
+      const turn = (x) => tensor(tall ? transpose(x, shape) : x, dims);
+      const { new_p, ...rest } = await this.graphs[kind].run({
+        p: turn(data),
+        g: turn(grads[name]),
+        ...state,
+        t: tensor(Float32Array.of(this.t), [1]),
+        scale: tensor(Float32Array.of(scale), [1]),
+        decay: tensor(Float32Array.of(0), [1]),
       });
-      params[name] = { shape, data: new_param.data };
-      this.state[name] = Object.fromEntries(Object.entries(state).map(([k, v]) => [k.slice(4), v]));
+      params[name] = { shape, data: tall ? transpose(new_p.data, [...shape].reverse()) : new_p.data };
+      this.tensors[name].state = Object.fromEntries(Object.entries(rest).map(([k, v]) => [k.slice(4), v]));
     }
     this.t += 1;
   }
