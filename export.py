@@ -46,7 +46,7 @@ import checkpoints
 import features
 import mulo
 import onnxgraphs
-from features import Accumulators, LossBuffer, Rates
+from features import Accumulators, LossBuffer
 from kernels import folded
 from mulo import LO, LOConfig
 from roles import RULES
@@ -96,7 +96,7 @@ class Graphs(nn.Module):
         self.config, velo = lo.config, lo.config.net == "velo"
         times = features.FRACTIONS if velo else features.TIMESCALES
         buffers = {"times": torch.tensor(times), "one": torch.ones(1)}
-        rates = features.rates_of({"w0": torch.zeros(1)} if velo else mulo.stacked(lo))
+        rates = features.rates_of({"w0": torch.zeros(1, 1, 1)} if velo else mulo.stacked(lo))
         buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
         if not velo or "hyper" in (only or kinds(lo.config)):
             buffers |= {f"phi_{k}": w for k, w in mulo.stacked(lo).items()}
@@ -104,10 +104,11 @@ class Graphs(nn.Module):
             self.register_buffer(k, x.detach().float().clone())
 
     def phi(self, x: dict[str, Tensor] | None = None) -> features.Phi:
-        """The weights; those of VeLO's step are among its inputs x."""
+        """The weights and rates; the weights of VeLO's step are among its inputs x."""
+        rates = {k: w for k, w in self.named_buffers() if k.startswith("rate_")}
         if self.config.net == "velo" and x is not None:
-            return {k: w for k, w in x.items() if k[0] in "wb"}
-        return {k[4:]: w for k, w in self.named_buffers() if k.startswith("phi_")}
+            return rates | {k: w for k, w in x.items() if k[0] in "wb"}
+        return rates | {k[4:]: w for k, w in self.named_buffers() if k.startswith("phi_")}
 
     def step(self, kind: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         x = dict(zip(shapes(self.config, kind)[0], inputs, strict=True))
@@ -130,11 +131,10 @@ class Graphs(nn.Module):
         if self.config.param_scale_mult:
             scale = scale * features.param_scale(p)
         acc = Accumulators(*(x[k] for k in Accumulators._fields))
-        rates = Rates(self.rate_M, self.rate_V, self.rate_rc)
         one = x.get(
             "eps_scale", self.one
         )  # ONNX optimizers delete the epsilons if they are scalars
-        given = p, x["g"], x["t"], scale, dims, one, rates, self.times
+        given = p, x["g"], x["t"], scale, dims, one, self.times
         return folded.prepare(self.config, self.phi(x), acc, *given)
 
     def hyper(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import features
-from features import Accumulators, Dims, Eps, Phi, Rates, trailing
+from features import Accumulators, Dims, Eps, Phi, trailing
 
 
 def step(
@@ -25,21 +25,18 @@ def step(
     dims: Dims,
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
-    rates: Rates | None = None,
     timescales: Tensor | None = None,
 ) -> tuple[Accumulators, Tensor]:
-    """`mulo.step`: the same arguments, the same result. An exported graph passes constants too."""
-    acc, *layer, scale = prepare(
-        config, phi, acc, p, g, t, scale, dims, eps_scale, rates, timescales
-    )
+    """`mulo.step`: the same arguments (an exported graph adds its timescales), the same result."""
+    acc, *layer, scale = prepare(config, phi, acc, p, g, t, scale, dims, eps_scale, timescales)
     return acc, update(config, phi, features.wide(p), *layer, scale, decay)
 
 
 def prepare(
-    config, phi, acc, p, g, t, scale, dims, eps_scale, rates, timescales
+    config, phi, acc, p, g, t, scale, dims, eps_scale, timescales
 ) -> tuple[Accumulators, Tensor, Tensor, list[Tensor], Tensor]:
     """New accumulators, and the first layer as w, X, [y..]: it is w X + y0 + y1; then the scale."""
-    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), rates or features.rates_of(phi)
+    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
     g = features.clean(g, features.CLIP[config.net]).to(acc.V)
     acc = features.accumulate(acc, g, dims, rates, eps)
     found = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)

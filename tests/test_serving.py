@@ -239,7 +239,7 @@ def golden(tmp_path_factory):
 def test_golden(name, fixture, atol, request):
     """The reference's own numbers, in torch's layout."""
     optimizer = partial(OrtMuLO, exported=request.getfixturevalue(fixture))
-    for s, params, _ in run(Golden(name), "torch", optimizer):
+    for s, params, _ in run(Golden(name), "torch", optimizer=optimizer):
         for n, p in params.items():
             expected = to_torch_layout(Golden(name)[f"out/{n}/param"][s])
             np.testing.assert_allclose(p.detach(), expected, rtol=0, atol=atol)
