@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from features import Phi
-from mulo import LO, LOConfig, SmallFC, VeLO
+from features import LossBuffer, Phi
+from mulo import LO, LOConfig, MuLO, SmallFC, VeLO
+from roles import name_of
 
 FORMAT, VERSION = "mulo", 1
 SHIPPED = Path(__file__).parent / "weights"
@@ -243,3 +245,35 @@ def from_pylo(
         raise ValueError(f"{path} has no {error}: it is not PyLO's MetaMLP state_dict.") from None
     arrays |= {"momentum_decays": momentum_decays, "rms_decays": rms_decays}
     return from_reference(arrays | {"adafactor_decays": adafactor_decays}, **config)
+
+
+def check_optimizer_state(opt: MuLO, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
+    """Each parameter of a MuLO with its saved state; raises if they do not fit."""
+    try:
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        saved_sizes = [len(group["params"]) for group in groups]
+        names = opt.defaults.keys() - {"differentiable"}
+        ours = all(names <= group.keys() for group in groups)
+    except (AttributeError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise ValueError("this is not what MuLO.state_dict() returned: load that.")
+    fix = "build the model, param groups and learned optimizer of the run that saved it."
+    sizes = [len(group["params"]) for group in opt.param_groups]
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"the state_dict has groups of {saved_sizes} parameters, not of {sizes}: {fix}"
+        )
+    ids = [k for group in groups for k in group["params"]]
+    mine = [(p, group) for group in opt.param_groups for p in group["params"]]
+    found = [(k, *owner) for k, owner in zip(ids, mine, strict=True) if state.get(k)]
+    for k, p, group in found:
+        new = opt.new_state(torch.empty_like(p, device="meta"), group["out_axis"])
+        shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
+        if shapes != {name: x.shape for name, x in new.items()}:
+            name = name_of(p, group)
+            raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
+    forgot = set(state.get("loss", ())) != set(LossBuffer._fields)
+    if isinstance(opt.lo, VeLO) and found and forgot:
+        raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
+    return [(p, state[k]) for k, p, _ in found]

@@ -79,10 +79,9 @@ class LOConfig:
             "eps": ("reference", "relative", "fan_in"),
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown: use one of {allowed}."
-                )
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown: use one of {allowed}.")
         for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
@@ -348,12 +347,6 @@ def advance_(
 # ---------------------------------------------------------------- the Optimizer
 
 
-def _same(x: Tensor | list, y: Tensor | list) -> bool:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return x.dtype == y.dtype and torch.equal(x, y)
-    return type(x) is type(y) and x == y
-
-
 class MuLO(torch.optim.Optimizer):
     """Trains a model with a learned optimizer, SmallFC or VeLO.
 
@@ -384,9 +377,8 @@ class MuLO(torch.optim.Optimizer):
         if not isinstance(lo, LO):
             raise TypeError(f"lo must be a learned optimizer, as mulo.load gives, not {lo!r}.")
         if isinstance(lo, VeLO) and not (isinstance(num_steps, Integral) and num_steps > 0):
-            raise ValueError(
-                f"VeLO needs num_steps, the length of the run in steps, not {num_steps!r}."
-            )
+            what = "num_steps, the length of the run in steps"
+            raise ValueError(f"VeLO needs {what}, not {num_steps!r}.")
         if isinstance(params, nn.Module):
             raise TypeError("params are not a model: use mulo.param_groups(model, roles).")
         kernels.check_name(backend)
@@ -406,7 +398,7 @@ class MuLO(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop what is derived from parameters, state and weights."""
         self._stacks: dict[nn.Parameter, tuple[int, list[Tensor], Stack]] = {}
-        self._shared: dict[torch.device, tuple[LOConfig, Tensor | list, Weights]] = {}
+        self._shared: dict[torch.device, tuple[LOConfig, Tensor, Weights]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -427,10 +419,7 @@ class MuLO(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(
-        self,
-        closure: Callable[[], Tensor] | None = None,
-        *,
-        loss: Tensor | float | None = None,
+        self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
     ) -> Tensor | float | None:
         """Update every parameter that has a gradient; returns the loss it was given, if any."""
         if closure is not None:
@@ -467,12 +456,8 @@ class MuLO(torch.optim.Optimizer):
         return advance_(self.lo.config, *args, count=True)
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
-        found = [
-            (p, group)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None and p.numel()
-        ]
+        members = ((p, group) for group in self.param_groups for p in group["params"])
+        found = [(p, group) for p, group in members if p.grad is not None and p.numel()]
         if sparse := [roles.name_of(*x) for x in found if x[0].grad.layout != torch.strided]:
             fix = f"build the layer of parameter {sparse[0]} with sparse=False"
             raise RuntimeError(f"MuLO takes dense gradients only: {fix}.")
@@ -492,11 +477,13 @@ class MuLO(torch.optim.Optimizer):
     def _on(self, device: torch.device) -> Weights:
         """The learned optimizer's weights on a device; copied and packed anew when they change."""
         config, now = self.lo.config, list(self.lo._parameters.values())
-        key = [(w.data_ptr(), w._version) for w in now]  # reading values would sync a GPU
         if now[0].device.type == "cpu":
             key = torch.cat([w.detach().flatten() for w in now])
+        else:  # reading values would sync a GPU
+            key = torch.tensor([(w.data_ptr(), w._version) for w in now])
         kept = self._shared.get(device)
-        if kept is None or kept[0] != config or not _same(kept[1], key):
+        same = kept and kept[0] == config and kept[1].dtype == key.dtype
+        if not (same and torch.equal(kept[1], key)):
             phi = {k: w.to(device, torch.float32).unsqueeze(0) for k, w in stacked(self.lo).items()}
             backend = kernels.choose(self.backend, config, device)
             kept = self._shared[device] = config, key, Weights(config, phi, backend)
@@ -506,7 +493,7 @@ class MuLO(torch.optim.Optimizer):
         """A parameter with its state, as a stack of one; kept until either is replaced."""
         state = self.state[p]
         if "M" not in state:
-            state |= self._new_state(p, group["out_axis"])
+            state |= self.new_state(p, group["out_axis"])
         own = [state[k] for k in Accumulators._fields]
         kept = self._stacks.get(p)
         if kept is None or kept[0] != p.data_ptr() or not all(map(operator.is_, own, kept[1])):
@@ -518,16 +505,15 @@ class MuLO(torch.optim.Optimizer):
             kept = self._stacks[p] = p.data_ptr(), own, stack
         return kept[2]
 
-    def _new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
+    def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
         """Zero accumulators of one parameter; for VeLO also the LSTM's first state."""
         one = p.new_empty((1, *(tuple(p.shape) or (1,))))
         acc = features.init_accumulators(one, features.factored_dims(one.shape[1:], out_axis))
         state = {k: x[0] for k, x in acc._asdict().items()}
         if isinstance(self.lo, VeLO):
             first = {"h": self.lo.hidden0[0], "cell": self.lo.cell0[0]}
-            state |= {
-                k: x.detach().to(p.device, torch.float32, copy=True) for k, x in first.items()
-            }
+            how = {"device": p.device, "dtype": torch.float32, "copy": True}
+            state |= {k: x.detach().to(**how) for k, x in first.items()}
         return state
 
     def _generate(
@@ -591,7 +577,9 @@ class MuLO(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Continue bit for bit. The dict is copied; state stays float32 for bf16 parameters too."""
-        saved = self._check_state_dict(state_dict)
+        import checkpoints  # here, as it imports this module
+
+        saved = checkpoints.check_optimizer_state(self, state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
         groups = [{k: g[k] for k in ("names", "role") if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
@@ -601,40 +589,6 @@ class MuLO(torch.optim.Optimizer):
         if "loss" in self.state:
             memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
             self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}
-
-    def _check_state_dict(self, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
-        """Each parameter with its saved state; an error before anything is changed."""
-        try:
-            groups, state = state_dict["param_groups"], state_dict["state"]
-            saved_sizes = [len(group["params"]) for group in groups]
-            names = self.defaults.keys() - {"differentiable"}
-            ours = all(names <= group.keys() for group in groups)
-        except (AttributeError, KeyError, TypeError):
-            ours = False
-        if not ours:
-            raise ValueError("this is not what MuLO.state_dict() returned: load that.")
-        fix = "build the model, param groups and learned optimizer of the run that saved it."
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if saved_sizes != sizes:
-            raise ValueError(
-                f"the state_dict has groups of {saved_sizes} parameters, not of {sizes}: {fix}"
-            )
-        ids = [k for group in groups for k in group["params"]]
-        mine = [(p, group) for group in self.param_groups for p in group["params"]]
-        found = [(k, *owner) for k, owner in zip(ids, mine, strict=True) if state.get(k)]
-        for k, p, group in found:
-            shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
-            if shapes != self._state_shapes(p, group["out_axis"]):
-                name = roles.name_of(p, group)
-                raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
-        forgot = set(state.get("loss", ())) != set(LossBuffer._fields)
-        if isinstance(self.lo, VeLO) and found and forgot:
-            raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
-        return [(p, state[k]) for k, p, _ in found]
-
-    def _state_shapes(self, p: Tensor, out_axis: int) -> dict[str, torch.Size]:
-        new = self._new_state(torch.empty_like(p, device="meta"), out_axis)
-        return {k: x.shape for k, x in new.items()}
 
     def __getstate__(self) -> dict:
         mine = {k: self.__dict__[k] for k in ("lo", "num_steps", "backend", "_nonfinite")}

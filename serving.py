@@ -229,8 +229,8 @@ class OrtMuLO(MuLO):
             self._sessions[kind] = Session(file, self.device, self.threads)
         return self._sessions[kind]
 
-    def _new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
-        return self._in_layout(p, out_axis, super()._new_state(p, out_axis))
+    def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
+        return self._in_layout(p, out_axis, super().new_state(p, out_axis))
 
     def _in_layout(self, p: Tensor, out_axis: int, state: dict) -> dict[str, Tensor]:
         """State in the memory layout of the graphs, so that steps need not transpose it."""
