@@ -40,6 +40,7 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 import checkpoints
+import kernels
 import metatrain
 import mulo
 import roles
@@ -253,7 +254,7 @@ class Job:
         task = self.get_task()
         return self.steps * len(self.seeds) * (task.depth * task.width**2 + 20_000)
 
-    def run(self, device: str = "cpu") -> list:
+    def run(self, device: str = "cpu", backend: str = "auto") -> list:
         """Train, and return the result for each of `keys`."""
         task = self.get_task()
         look, found = probe(task, self.probe_at, device) if self.probe_at else (None, None)
@@ -264,6 +265,7 @@ class Job:
             list(self.seeds),
             schedule=schedule_of(self.schedule, self.steps),
             device=device,
+            backend=backend,
             look=look,
             num_steps=self.steps,
             data_seeds=[DATA_SEED + seed for seed in self.seeds],
@@ -321,8 +323,16 @@ class Results:
 
     KEY = ("optimizer", "digest", "task", "steps", "schedule", "seed")
 
-    def __init__(self, folder: Path, device: str = "cpu", processes: int = 1, fresh: bool = False):
-        self.folder, self.device, self.processes, self.fresh = folder, device, processes, fresh
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "cpu",
+        processes: int = 1,
+        fresh: bool = False,
+        backend: str = "auto",
+    ):
+        self.folder, self.processes, self.fresh = folder, processes, fresh
+        self.how = device, backend
         self.curves: dict[tuple[str, ...], str] = {}
         self.probed: dict[tuple[str, ...], Activations] = {}
         self.trained, self.reused = set(), set()  # keys; `fresh` leaves the second empty
@@ -373,14 +383,14 @@ class Results:
         if min(self.processes, len(jobs)) > 1:
             done = self._in_processes(jobs)
         else:
-            done = ((job, job.run(self.device)) for job in jobs)
+            done = ((job, job.run(*self.how)) for job in jobs)
         yield from tqdm(done, desc, len(jobs), disable=not jobs)
 
     def _in_processes(self, jobs: list) -> Iterator[tuple]:
         with ProcessPoolExecutor(
             self.processes, get_context("spawn"), _prepare_process, (list(tasks.FILES),)
         ) as pool:
-            started = {pool.submit(job.run, self.device): job for job in jobs}
+            started = {pool.submit(job.run, *self.how): job for job in jobs}
             failed = []
             try:
                 for future in as_completed(started):
@@ -452,7 +462,7 @@ def _task(args: argparse.Namespace) -> None:
     """Print final losses: a row for each task, a column for each optimizer."""
     if not args.who:
         raise ValueError("say which optimizers to compare: --who mulo_m adamw")
-    results = Results(args.out, args.device, args.processes, args.fresh)
+    results = Results(args.out, args.device, args.processes, args.fresh, args.backend)
     who, seeds = [contender(x) for x in args.who], tuple(range(args.seeds))
     jobs = [[Job(c, name, args.steps, args.schedule, seeds) for c in who] for name in args.tasks]
     results.run(itertools.chain(*jobs))
@@ -485,7 +495,7 @@ def _claims(args: argparse.Namespace) -> None:
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
-    results = Results(args.out, args.device, args.processes, args.fresh)
+    results = Results(args.out, args.device, args.processes, args.fresh, args.backend)
     page = Path("RESULTS.md") if args.out == Path("results") else args.out / "RESULTS.md"
     for name in claims.EXPERIMENTS if args.command == "all" else [args.command]:
         found = claims.EXPERIMENTS[name](suite, results)
@@ -526,6 +536,7 @@ ARGUMENTS = {
     "--fresh": dict(action="store_true", help="train nets anew that the folder has"),
     "--processes": dict(type=int, help="at a time (default: all cores, 1 on a GPU)"),
     "--device": dict(default="cpu", help="cpu or cuda"),
+    "--backend": dict(default="auto", choices=kernels.BACKENDS, help="of the optimizer's step"),
 }
 
 
@@ -545,8 +556,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, **defaults)
 
     tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --device"
-    task = "tasks --steps --seeds --schedule --who --out --fresh --processes --device"
-    claim = "--scale --who --out --fresh --processes --device"
+    task = "tasks --steps --seeds --schedule --who --out --fresh --processes --device --backend"
+    claim = "--scale --who --out --fresh --processes --device --backend"
     add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
     add("validate", _validate, "final losses on the validation tasks", "files --device")
     add("choose", _choose, "the best of several runs into weights/", "name folders --device")

@@ -78,11 +78,12 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     if args.optimizer == "adamw":
         model = build(args.width).to(args.device)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3 if args.lr is None else args.lr)
-    roles = mulo.infer_roles(build, args.width)  # μLO: which parameters are input, hidden, output
-    model = mulo.init_(build(args.width).to(args.device), roles)  # μLO: initial weights by role
-    groups = mulo.param_groups(model, roles)  # μLO: factors on the updates
     once = {} if args.schedule == "constant" else {"anneal": 0.0}  # μLO: the schedule anneals
     lo = mulo.load(args.lo, **once)
+    sp = {"rules": ()} if lo.mup is False else {}  # μLO: for those meta-trained without μP
+    roles = mulo.infer_roles(build, args.width)  # μLO: which parameters are input, hidden, output
+    model = mulo.init_(build(args.width).to(args.device), roles, **sp)  # μLO: weights by role
+    groups = mulo.param_groups(model, roles, **sp)  # μLO: factors on the updates
     lr = 1.0 if args.lr is None else args.lr
     return model, mulo.MuLO(groups, lo, lr, num_steps=args.steps)  # μLO: VeLO plans its run
 

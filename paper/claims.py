@@ -435,8 +435,9 @@ class MetaTraining:
         same = all(k not in found or found[k] == wanted[k] for k in numbers)
         return same and tuple(found["widths"]) == self.recipe.widths
 
-    def run(self, device: str = "cpu") -> None:
-        trainer = metatrain.Trainer(self.recipe, metatrain.new_lo(self.recipe, device))
+    def run(self, device: str = "cpu", backend: str = "auto") -> None:
+        recipe = dataclasses.replace(self.recipe, backend=backend)
+        trainer = metatrain.Trainer(recipe, metatrain.new_lo(recipe, device))
         with contextlib.suppress(FloatingPointError):  # a variant that fails is kept as it is then
             for _ in range(self.recipe.steps):
                 trainer.advance()
