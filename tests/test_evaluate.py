@@ -239,7 +239,7 @@ class Broken:
     def cost(self):
         return 10**9
 
-    def run(self, device):
+    def run(self, *how):
         raise OSError("it broke")
 
 
