@@ -12,8 +12,8 @@ particles of meta-training, or one tensor of a model (S = 1). `shape` is one ten
     V                   V           (S, *shape)      second moment, decay beta_4
     r_5..r_7, c_5..c_7  r, c        (S, 3, *shape)   row and column means of g^2, beta_5..beta_7;
                                                      size 1 along the axis that was averaged
-    F^(nabla), F^(M)    F_grad, F_mom                adafactor-normalised g and M
-    1 - beta            rates                        mixing rates; beta itself is never needed
+    F^(nabla), F^(M)    g * F_g, M * F_m             adafactor-normalised g and M
+    1 - beta            rates                        the weight of the new value in a mean
 
 Rows and columns. `d0` is a tensor's largest axis and `d1` its second largest. r is the mean over
 d0 (so it is indexed by d1), c the mean over d1; all other axes are batch axes. The averaged axis is
@@ -63,9 +63,9 @@ class Rates(NamedTuple):
 class Eps(NamedTuple):
     """The epsilons of one run. The paper has none; these are the reference code's (DIVERGES)."""
 
-    mode: str  # "reference"; "fan_in": times `scale`; "relative": to a tensor's own gradients
+    mode: str  # "relative" to a tensor's own gradients; "reference" and "fan_in": times `scale`
     rms: float  # in the RMS normaliser; 0 is allowed
-    scale: Tensor | float = 1.0  # (S,): 1/fan_in under mode "fan_in" (the end of section 4)
+    scale: Tensor | float = 1.0  # (S,): 1/fan_in for "fan_in" (the end of section 4), else 1
 
 
 # ---------------------------------------------------------------- helpers
@@ -74,7 +74,8 @@ class Eps(NamedTuple):
 @functools.cache
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant tensor, created once per device: copying a list to a GPU syncs with it."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # it outlives the mode of its first caller
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:
@@ -119,7 +120,7 @@ def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
 
 
 def mean_over(x: Tensor, keep: int) -> Tensor:
-    """Mean over all axes but the first `keep`, which stay as size 1."""
+    """Mean over all axes after the first `keep`; the averaged axes stay, with size 1."""
     return x.flatten(keep).mean(-1).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
 
 
@@ -256,7 +257,7 @@ def epsilons(V: Tensor, r: Tensor, eps: Eps) -> Epsilons:
 
 
 def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[Tensor, Tensor]:
-    """sqrt(mean(r) / (r c^T)): the factors of g in F_grad and of M in F_mom, (S, 3, *shape)."""
+    """sqrt(mean(r) / (r c^T)): the factors F_g of g and F_m of M, (S, 3, *shape) each."""
     e9, e6 = (trailing(e * eps.scale, r.ndim) for e in (1e-9, 1e-6))
     if eps.mode == "relative":
         mean = mean_over(r, 2)  # one per tensor and decay
@@ -278,7 +279,7 @@ def mean_square(x: Tensor) -> Tensor:
 
 
 def inverse_rms(ms: Tensor, eps: Eps) -> Tensor:
-    """1 / RMS from the mean square (S, F); 0 for a feature that is zero everywhere."""
+    """1 / RMS from the mean square (S, F). Without an epsilon, 0 for a feature that is all zero."""
     if eps.mode == "relative" or eps.rms == 0:
         return torch.where(ms <= TINY, torch.zeros_like(ms), ms.rsqrt())
     return (ms + trailing(eps.rms * eps.scale, 2)).rsqrt()

@@ -66,7 +66,7 @@ class LOConfig:
     eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
     t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
-    anneal: float = 0.0  # beyond t_max updates shrink as (t_max / t)^anneal
+    anneal: float = 0.0  # small_fc: beyond t_max updates shrink as (t_max / t)^anneal
     lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
     param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
     param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
@@ -124,7 +124,7 @@ class LO(nn.Module):
 
     def with_config(self, **fields) -> LO:
         """A copy with the same weights under another config."""
-        new = type(self)(dataclasses.replace(self.config, **fields))
+        new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
         new.load_state_dict(self.state_dict())
         new.mup = self.mup
         return new.to(next(self.parameters()).device)
@@ -287,7 +287,7 @@ def step(
         scale = scale * features.annealing(t, config.t_max, config.anneal)
     d, m = mlp(phi, A, config.hidden_layers).unflatten(1, shape).unbind(-1)  # (S, *shape) each
     update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
-    new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3
+    new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3, and decay
     return acc, new_p
 
 
@@ -397,7 +397,7 @@ class MuLO(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drop what is derived from parameters, state and weights."""
-        self._stacks: dict[nn.Parameter, tuple[int, list[Tensor], Stack]] = {}
+        self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
         self._shared: dict[torch.device, tuple[LOConfig, Tensor, Weights]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
@@ -438,11 +438,12 @@ class MuLO(torch.optim.Optimizer):
             part = slice(None) if len(own) == len(found) else own
             backend = kernels.choose(self.backend, self.lo.config, device)
             values = self._values([found[k][1] for k in own], device)
-            weights = self._on(device)
             if velo:
                 here = {k: w[:, part].to(device) for k, w in phi.items()}
                 weights = Weights(self.lo.config, here, backend)
                 values[1] *= alpha[:, part].to(device)
+            else:
+                weights = self._on(device)
             grads = [found[k][0].grad.view_as(stacks[k].p) for k in own]
             bad = self._advance(backend, weights, [stacks[k] for k in own], grads, values)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
@@ -496,13 +497,14 @@ class MuLO(torch.optim.Optimizer):
             state |= self.new_state(p, group["out_axis"])
         own = [state[k] for k in Accumulators._fields]
         kept = self._stacks.get(p)
-        if kept is None or kept[0] != p.data_ptr() or not all(map(operator.is_, own, kept[1])):
+        where = p.data_ptr(), p.shape, p.stride()
+        if kept is None or kept[0] != where or not all(map(operator.is_, own, kept[1])):
             shape = tuple(p.shape) or (1,)  # a scalar is a vector of one
             acc = Accumulators(*(x.unsqueeze(0) for x in own))
             dims = features.factored_dims(shape, group["out_axis"])
             one = p.detach().view(1, *shape)
             stack = Stack(one, acc, dims, kernels.rows(one, acc, dims))
-            kept = self._stacks[p] = p.data_ptr(), own, stack
+            kept = self._stacks[p] = where, own, stack
         return kept[2]
 
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
@@ -530,7 +532,7 @@ class MuLO(torch.optim.Optimizer):
         x_tensor = torch.cat([self._tensor_features(x).to(device) for x in stacks])
         h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
         memory, h, cell, phi, alpha = self._hyper(
-            LossBuffer(*(x[None] for x in memory)),
+            LossBuffer(*(x[None].to(device) for x in memory)),
             loss.reshape(1),
             self._values([group for _, group in found], device)[0],
             *(x[None] for x in (x_tensor, h, cell)),
@@ -563,7 +565,7 @@ class MuLO(torch.optim.Optimizer):
         return sum(int(n) for n in self._nonfinite.values())
 
     def _warn_nonfinite(self) -> None:
-        """Say so once. Off the CPU a look at the count waits for the device, so it is rare."""
+        """Warn once. Reading the counter syncs a GPU, so check every 100 steps there."""
         if not self._nonfinite or getattr(self, "_warned", False):
             return
         on_cpu = all(device.type == "cpu" for device in self._nonfinite)
@@ -584,8 +586,8 @@ class MuLO(torch.optim.Optimizer):
         groups = [{k: g[k] for k in ("names", "role") if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
-            how = {"device": p.device, "copy": True, "memory_format": torch.contiguous_format}
-            self.state[p] = {k: x.detach().to(**how) for k, x in state.items()}
+            self.state[p] = {k: x.detach().to(p.device, torch.float32) for k, x in state.items()}
+            self.state[p] = {k: x.contiguous().clone() for k, x in self.state[p].items()}
         if "loss" in self.state:
             memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
             self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}

@@ -20,7 +20,7 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 import features
 import mulo
@@ -43,7 +43,8 @@ def pes_gradient(
 
     mean over pairs of (sum_old delta (xi + eps) + sum_new delta eps) / (2 sigma^2 count). Losses of
     an unroll that is still running depend on all its perturbations, those of a new one on eps
-    alone. A pair with a loss that is not finite is left out. DIVERGES: in the reference code an
+    alone. Losses are clipped before, so a net that diverged counts at the bound; a pair whose
+    difference is still not finite is left out. DIVERGES: in the reference code an
     unroll's last loss counts as the next one's, and a NaN makes the whole gradient 0.
     """
     good = good_pairs(delta, mask)  # (n,)
@@ -115,16 +116,18 @@ class Particles:
             over = self.t >= self.length
             if over.any():
                 self._restart(over, phis)
+                diverged &= ~features.send(over, device)
                 began = began | over
             batch = training.batches(self.data, self.generators, self.r.batch_size, copies=2)
             losses = self.inner_step(weights, batch)
-            clipped = torch.nan_to_num(losses, nan=self.bound).clamp(0, self.bound)
+            finite = losses.isfinite()
+            clipped = torch.where(finite, losses, self.bound).clamp(0, self.bound)
             deltas.append(clipped[:n] - clipped[n:])
             flags.append(began)
             total += clipped.mean()
             self.t += 1
-            diverged |= ~losses.isfinite().view(2, n).all(0)
-            if device.type == "cpu" or k == self.r.truncation - 1:  # a look at it syncs a GPU
+            diverged |= ~finite.view(2, n).all(0)
+            if device.type == "cpu" or k == self.r.truncation - 1:  # reading it syncs a GPU
                 ended = diverged.cpu()
                 self.length = torch.where(ended, self.t, self.length)  # restart at the next step
                 gone += int(ended.sum())
@@ -177,10 +180,11 @@ class Particles:
             generator.set_state(saved.cpu())
         device = self.xi.device
         self.theta, self.state = (
-            {k: x.to(device) for k, x in state[name].items()} for name in ("theta", "state")
+            {k: x.to(device, copy=True) for k, x in state[name].items()}
+            for name in ("theta", "state")
         )
-        self.xi, self.begun = state["xi"].to(device), state["begun"]
-        self.t, self.length = state["t"].cpu(), state["length"].cpu()
+        self.xi, self.begun = state["xi"].to(device, copy=True), state["begun"]
+        self.t, self.length = (state[k].to("cpu", copy=True) for k in ("t", "length"))
 
 
 class Trainer:
@@ -267,9 +271,13 @@ class Trainer:
         row["diverged"] = int(sums[:, D + 2].sum())
         return row | {f"loss_w{w}": x for w, x in zip(r.widths, losses.tolist(), strict=True)}
 
+    @torch.no_grad()
     def result(self) -> LO:
-        """The learned optimizer as it is now."""
-        vector_to_parameters(self.phi.detach().clone(), self.lo.parameters())
+        """Copy phi into the learned optimizer and return it: the same object each time."""
+        for w, part in zip(
+            self.lo.parameters(), unflatten(self.phi[None], self.lo).values(), strict=True
+        ):
+            w.copy_(part[0])
         return self.lo
 
     def state_dict(self) -> dict:

@@ -242,6 +242,7 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
 
     The state_dict does not hold this: call it before you load one into a new model.
     """
+    rules = tuple(rules)
     outputs = [w for w, role in _with_roles(model, roles) if role == "output"]
     divides = power("output", "multiplier", rules) != 0
     for w in outputs:
@@ -261,6 +262,11 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
             w.module.register_forward_hook(partial(_divide_output, w.fan_in))
 
 
+def fan_in_of(w: Weight, role: str) -> int:
+    """The fan_in of updates and epsilons: 1 for bare inputs, which are taken as tables."""
+    return 1 if w.kind == "bare" and role == "input" else w.fan_in
+
+
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
     """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
 
@@ -269,7 +275,7 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     """
     rules, groups = tuple(rules), {}
     for w, role in _with_roles(model, roles):
-        fan_in = 1 if w.kind == "bare" and role == "input" else w.fan_in  # bare: taken as a table
+        fan_in = fan_in_of(w, role)
         scale = float(fan_in) ** power(role, "update", rules)
         key = {"scale": scale, "fan_in": fan_in, "out_axis": w.out_axis}
         if w.param.requires_grad:

@@ -28,7 +28,7 @@ import mulo
 import tasks
 from features import Accumulators, LossBuffer, Phi, trailing
 from mulo import LO, LOConfig, Stack, Weights
-from roles import ALL, power, weights_of
+from roles import ALL, fan_in_of, power, weights_of
 
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
@@ -58,7 +58,7 @@ def update_scales(task: tasks.Task) -> dict[str, float]:
     """The μP factor on each tensor's update: 1/fan_in for hidden weights, 1 in SP."""
     roles = task.roles()
     return {
-        w.name: float(w.fan_in) ** power(roles[w.name], "update", task.rules)
+        w.name: float(fan_in_of(w, roles[w.name])) ** power(roles[w.name], "update", task.rules)
         for w in weights_of(task.skeleton())
     }
 
@@ -71,11 +71,12 @@ class Learned:
     ):
         self.config, device = config, torch.device(device)
         self.backend = kernels.choose(backend, config, device)
-        weights = weights_of(task.skeleton())
+        weights, roles = weights_of(task.skeleton()), task.roles()
         self.dims = {
             w.name: features.factored_dims(tuple(w.param.shape), w.out_axis) for w in weights
         }
-        eps_scale = [1 / w.fan_in if config.eps == "fan_in" else 1.0 for w in weights]
+        by_fan_in = config.eps == "fan_in"
+        eps_scale = [1 / fan_in_of(w, roles[w.name]) if by_fan_in else 1.0 for w in weights]
         fixed = [list(update_scales(task).values()), [0.0] * len(weights), eps_scale]
         self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T)
         self._stacks: dict[str, Stack] = {}
@@ -87,6 +88,8 @@ class Learned:
             acc = features.init_accumulators(p, self.dims[name])
             state |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         if self.config.net == "velo":
+            if num_steps is None:
+                raise ValueError("VeLO needs num_steps, (P,): the length of each net's run.")
             P, device = len(p), p.device
             bugged = self.config.use_bugged_loss_features
             state["num_steps"] = num_steps.to(device)
@@ -115,20 +118,21 @@ class Learned:
         lr: float = 1.0,
     ) -> None:
         """One step of every net, in place."""
-        stacks = [self._stack(name, state, theta) for name in theta]
+        stacks = [self._stack(name, state, theta) for name in self.dims]
         values = torch.cat([t.expand(1, len(theta), -1).mT, self.fixed.expand(-1, len(t), -1)])
         values[1] *= lr
         if self.config.net == "velo":
             weights, alpha = self._generate(weights, state, theta, losses, values[0])
             values[1] *= alpha
-        found = [grads[name] for name in theta]
-        mulo.advance_(self.config, self.backend, weights, stacks, found, values)
+        in_order = [grads[name] for name in self.dims]
+        mulo.advance_(self.config, self.backend, weights, stacks, in_order, values)
 
     def _stack(self, name: str, state: State, theta: Theta) -> Stack:
         """The nets' tensors of one name; kept until they are replaced."""
         p, kept = theta[name], self._stacks.get(name)
         acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
-        if kept is None or not all(map(operator.is_, (p, *acc), (kept.p, *kept.acc))):
+        same = kept and kept.p.data_ptr() == p.data_ptr()
+        if not same or not all(map(operator.is_, (p, *acc), (kept.p, *kept.acc))):
             rows = kernels.rows(p, acc, self.dims[name])
             kept = self._stacks[name] = Stack(p, acc, self.dims[name], rows)
         return kept
@@ -138,7 +142,7 @@ class Learned:
     ) -> tuple[Weights, Tensor]:
         """VeLO: every tensor's MLP and alpha, (P, T); the LSTM's part of `state` is replaced."""
         seen = [
-            features.tensor_features(p, state[f"M/{k}"], state[f"V/{k}"]) for k, p in theta.items()
+            features.tensor_features(theta[k], state[f"M/{k}"], state[f"V/{k}"]) for k in self.dims
         ]
         buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
         lstm = state["hidden"], state["cell"]
@@ -149,7 +153,7 @@ class Learned:
         state |= {f"loss/{k}": v for k, v in buffer._asdict().items()}
         state |= {"hidden": h, "cell": cell}
         if self.config.param_scale_mult:
-            alpha = alpha * torch.stack([features.param_scale(p) for p in theta.values()], 1)
+            alpha = alpha * torch.stack([features.param_scale(theta[k]) for k in self.dims], 1)
         return Weights(self.config, weights, self.backend), alpha
 
 

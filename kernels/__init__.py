@@ -16,6 +16,7 @@ under a name made of its source, flags, compiler and the CPU's features.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -23,10 +24,12 @@ import hashlib
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,7 +103,9 @@ def refusal(config, device: torch.device) -> str | None:
         else:
             return "there are kernels for CPUs and CUDA only"
         error = self_check(config, device)
-    except (OSError, ImportError, RuntimeError, subprocess.SubprocessError) as problem:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as problem:  # whatever stops a kernel, "auto" must run
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
     if not error <= TOLERANCE:
         return f"it differs from the folded step by {error:.1e} of the update"
@@ -151,7 +156,12 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     A, B and C the batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y
     and 2 if d0 is X.
     """
-    if p.dtype not in DTYPES or not all(x.is_contiguous() for x in (p, *acc)):
+    want = features.init_accumulators(torch.empty(p.shape, device="meta"), dims)
+    fits = all(
+        x.shape == w.shape and x.dtype == torch.float32 and x.device == p.device
+        for x, w in zip(acc, want, strict=True)
+    )
+    if p.dtype not in DTYPES or not fits or not all(x.is_contiguous() for x in (p, *acc)):
         return None
     found = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
@@ -248,15 +258,14 @@ FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-m
 @functools.cache
 def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     """cpu.cpp compiled for one shape of the network, from the cache if it is there."""
-    compiler = os.environ.get("CXX") or next(
-        filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None
-    )
-    if compiler is None:
+    found = filter(None, map(shutil.which, ("g++", "clang++", "c++")))
+    compiler = shlex.split(os.environ.get("CXX", "")) or list(found)[:1]
+    if not compiler:
         raise OSError("there is no C++ compiler: install g++")
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = [*FLAGS, native, f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"]
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True
+        [*compiler, "--version"], capture_output=True, text=True, check=True
     ).stdout
     key = hashlib.sha256(
         "\n".join([*flags, version, cpu_features()]).encode() + SOURCE.read_bytes()
@@ -270,7 +279,7 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     raise reason
 
 
-def build(path: Path, compiler: str, flags: list[str]) -> ctypes.CDLL:
+def build(path: Path, compiler: list[str], flags: list[str]) -> ctypes.CDLL:
     """Load the library at `path`; compile it first if it is missing or damaged."""
     if path.is_file():
         try:
@@ -281,7 +290,7 @@ def build(path: Path, compiler: str, flags: list[str]) -> ctypes.CDLL:
     handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")  # then renamed: two may build
     os.close(handle)
     try:
-        command = [compiler, *flags, str(SOURCE), "-o", part]
+        command = [*compiler, *flags, str(SOURCE), "-o", part]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise RuntimeError(
@@ -311,10 +320,11 @@ def first_error(text: str) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
-def cache_folders() -> list[Path]:
-    """The user's cache folder, and one of this process alone where that cannot be written."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return [Path(home) / "mulo", private_folder()]
+def cache_folders() -> Iterator[Path]:
+    """The user's cache folder, then one of this process alone, if the first cannot be written."""
+    with contextlib.suppress(RuntimeError):  # there is no home
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mulo"
+    yield private_folder()
 
 
 @functools.cache
