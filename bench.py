@@ -467,6 +467,7 @@ def bench_metatrain(repeats: int, device: str) -> list[Table]:
 
 def bench_export(repeats: int, device: str) -> list[Table]:
     import export  # here, as onnxruntime takes seconds to import
+    import serving
 
     shipped = mulo.load("mulo_m")
     wide = mulo.SmallFC(mulo.LOConfig(hidden_size=32), torch.Generator().manual_seed(0))
@@ -482,7 +483,7 @@ def bench_export(repeats: int, device: str) -> list[Table]:
                 group = {"params": parameters_of([shape]), "scale": 1.0}
                 runs = {
                     "eager folded": mulo.MuLO([group], net, backend="folded").step,
-                    "onnxruntime": export.OrtMuLO(parameters_of([shape]), exported).step,
+                    "onnxruntime": serving.OrtMuLO(parameters_of([shape]), exported).step,
                 }
                 best = race(runs, repeats)
                 eager = best["eager folded"]
@@ -491,9 +492,9 @@ def bench_export(repeats: int, device: str) -> list[Table]:
             title = f"{name}, H = {net.config.hidden_size}: largest file {max(sizes):,} bytes"
             tables.append(Table(title, ["ns/param", "x eager"], rows))
             batched, single = (parameters_of([(16, 16)] * 100) for _ in range(2))
-            single = [export.OrtMuLO([p], exported) for p in single]
+            single = [serving.OrtMuLO([p], exported) for p in single]
             runs = {
-                "in one call": export.OrtMuLO(batched, exported).step,
+                "in one call": serving.OrtMuLO(batched, exported).step,
                 "one call each": lambda single=single: [opt.step() for opt in single],
             }
             best = race(runs, repeats)

@@ -229,12 +229,15 @@ def in_blocks(graphs: Graphs, inputs: Shapes) -> tuple[list, list]:
     made = {"w": ("b", h, k), "X": ("b", k, "e", "m", "n"), "y_row": ("b", h, "e", "m", 1)}
     made |= {"y_col": ("b", h, "e", 1, "n"), "rate": ("b",)}
     given = {"p": inputs["p"]} | made | {"decay": ("b",)}
-    cut = ("p", "X", "y_row")
-    names = [f"{k}_block" if k in cut else k for k in given]
+    names = [f"{k}_block" if k in ("p", "X", "y_row") else k for k in given]
     outputs = [*(f"new_{k}" for k in Accumulators._fields), *made]
     first = onnxgraphs.convert(to_program(graphs, front, inputs), inputs, outputs, "front_")
     body = onnxgraphs.convert(to_program(graphs, network, given), names, ["new_p_block"], "net_")
-    nodes, constants = onnxgraphs.loop(body, cut, BLOCK // h, "new_p")
+    [cat] = [node for node in first.node if node.output[0] == "X"]  # concatenate in the Loop
+    first.node.remove(cat)
+    blocks = [f"{k}_block" for k in cat.input]
+    body.node.insert(0, helper.make_node("Concat", blocks, ["X_block"], axis=1))
+    nodes, constants = onnxgraphs.loop(body, ["p", "y_row", *cat.input], BLOCK // h, "new_p")
     return [*first.node, *nodes], [*constants, *first.initializer, *body.initializer]
 
 

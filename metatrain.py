@@ -173,7 +173,7 @@ class Run:
                 f"cannot write to {out} ({error.strerror}): choose another --out."
             ) from None
         for half_written in out.glob(".checkpoint_*"):  # by a process that was killed
-            half_written.unlink()
+            half_written.unlink(missing_ok=True)
 
     @staticmethod
     def checkpoints(out: Path, rank: int = 0) -> list[Path]:

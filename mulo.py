@@ -332,6 +332,8 @@ def advance_(
         if fast:
             rows, given = ([x[n] for n in fast] for x in ([x.rows for x in stacks], grads))
             bad = kernels.step_(config, rows, given, weights.packed, values, fast)
+            for n in fast:  # written by address: tell autograd
+                torch.autograd.graph.increment_version(stacks[n].p)
     pure = PURE.get(backend, folded.step)
     for n in slow:
         x, g = stacks[n], grads[n]
@@ -448,7 +450,7 @@ class MuLO(torch.optim.Optimizer):
             bad = self._advance(backend, weights, [stacks[k] for k in own], grads, values)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
-            group["step"] += 1
+            group["step"] = group["step"] + 1
         self._warn_nonfinite()
         return loss
 

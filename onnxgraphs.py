@@ -45,28 +45,42 @@ def _power(self, exponent):
     return op.Mul(self, self) if exponent == 2 else op.Pow(self, op.CastLike(exponent, self))
 
 
+def _concatenated(squares) -> list:
+    """Many features, if these are the flattened squares of their concatenation X."""
+    for kind in ("Reshape", "Mul", "Concat"):
+        node = squares.producer()
+        if node is None or node.op_type != kind:
+            return []
+        squares = node.inputs[0]
+    return node.inputs if len(node.inputs) > 2 else []
+
+
 def _mean(self, dim, keepdim=False, dtype=None):
-    """Sum pieces of one axis in float32, and the sums in float64.
+    """Sum pieces of one axis in float32, and the sums in float64; X^2 feature by feature.
 
     A piece is the whole axis (or the last of the axes flattened into it) if that is short, else as
     many entries as the largest power of two that divides the axis, at most 1024: no padding.
     """
     rank = len(self.shape)
     axis, last = dim[0] % rank, dim[0] % rank == rank - 1
-    n = row = op.Shape(self, start=axis, end=axis + 1)
-    before = self.producer()
-    if last and before is not None and before.op_type == "Reshape":
-        row = op.Shape(before.inputs[0], start=-1)
+    parts = [op.Reshape(op.Mul(x, x), _ints(0, 0, -1)) for x in _concatenated(self)] or [self]
+    n = row = op.Shape(parts[0], start=axis, end=axis + 1)
+    flat = parts[0].producer()
+    if last and flat is not None and flat.op_type == "Reshape":
+        row = op.Shape(flat.inputs[0], start=-1)
     power = op.Min(op.BitwiseAnd(n, op.Neg(n)), _ints(1024))
     piece = op.Where(op.LessOrEqual(row, _ints(SHORT)), row, power)
-    shape = [op.Shape(self, end=axis)] if axis else []
-    shape += [_ints(-1), piece] if last else [_ints(-1), piece, op.Shape(self, start=axis + 1)]
-    y = op.Reshape(self, op.Concat(*shape, axis=0))
-    if axis == rank - 2:  # ReduceSum takes ten times longer here
-        ones = op.Expand(op.Constant(value_floats=[1.0]), op.Concat(_ints(1), piece, axis=0))
-        y = op.Squeeze(op.MatMul(ones, y), _ints(axis + 1))
-    else:
-        y = op.ReduceSum(y, _ints(axis + 1), keepdims=0)
+    sums = []
+    for x in parts:
+        shape = [op.Shape(x, end=axis)] if axis else []
+        shape += [_ints(-1), piece] if last else [_ints(-1), piece, op.Shape(x, start=axis + 1)]
+        y = op.Reshape(x, op.Concat(*shape, axis=0))
+        if axis == rank - 2:  # ReduceSum takes ten times longer here
+            ones = op.Expand(op.Constant(value_floats=[1.0]), op.Concat(_ints(1), piece, axis=0))
+            sums.append(op.Squeeze(op.MatMul(ones, y), _ints(axis + 1)))
+        else:
+            sums.append(op.ReduceSum(y, _ints(axis + 1), keepdims=0))
+    y = op.Concat(*sums, axis=1) if len(sums) > 1 else sums[0]
     y = op.ReduceSum(op.Cast(y, to=DOUBLE), _ints(axis), keepdims=int(keepdim))
     return op.Cast(op.Div(y, op.Cast(n, to=DOUBLE)), to=FLOAT)
 

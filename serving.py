@@ -16,9 +16,7 @@ and cuDNN 9.
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,6 +43,11 @@ def check_finite(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has negative entries: go back to a checkpoint.")
 
 
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether all entries are finite; a sum beyond float32 counts as not."""
+    return bool(torch.stack([x.sum(dtype=torch.float32) for x in tensors]).isfinite().all())
+
+
 def with_index(device: str | torch.device) -> torch.device:
     """The device, with its index if it is a GPU."""
     device = torch.device(device)
@@ -58,7 +61,7 @@ class Session:
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | Path,
         device: str | torch.device = "cpu",
         threads: int | None = None,
         block: int | None = None,  # entries that the network works on at a time; all on CUDA
@@ -76,7 +79,7 @@ class Session:
         self.binding = self.session.io_binding()
 
     def _open(
-        self, path: str | os.PathLike, threads: int, block: int | None
+        self, path: str | Path, threads: int, block: int | None
     ) -> onnxruntime.InferenceSession:
         kind = self.device.type
         wanted = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(kind)
@@ -164,29 +167,25 @@ class Session:
         return outputs
 
 
-class Layout:
-    """How tensors of one shape are laid out for their graph: "tensor" or "vector"."""
+class Laid:
+    """A Stack of one tensor, with views of it in the order of axes of its graph, (..., m, n)."""
 
-    def __init__(self, shape: tuple[int, ...], dims: Dims):
-        self.kind, self.rank = "vector" if dims is None else "tensor", len(shape)
-        order = [k for k in range(-self.rank, 0) if k not in (dims or ())] + list(dims or ())
-        self.order, self.back = order, [order.index(k) - self.rank for k in range(-self.rank, 0)]
-        self.sizes = tuple(self.to_graph(torch.empty(1, *shape, device="meta")).shape)
-
-    def to_graph(self, x: Tensor) -> Tensor:
-        """(1, [3,] *shape) to (1, [3,] e, m, n): a view where x is in that memory layout."""
-        lead = x.ndim - self.rank
-        x = x.permute(*range(lead), *self.order)
-        return x if self.kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
-
-    def from_graph(self, x: Tensor, like: Tensor) -> Tensor:
-        """The way back, as a view in the shape of `like`."""
-        lead = like.ndim - self.rank
-        x = x.reshape(*like.shape[:lead], *(like.shape[k] for k in self.order))
-        return x.permute(*range(lead), *self.back)
+    def __init__(self, stack: Stack):
+        self.stack, self.p, self.acc = stack, stack.p, stack.acc
+        self.kind, self.rank = "tensor" if stack.dims else "vector", stack.p.ndim - 1
+        self.order = order_of(self.rank, stack.dims)
+        given = {"p": stack.p, **stack.acc._asdict()}
+        self.views = {k: permuted(x, self.order) for k, x in given.items()}
 
 
-layout = functools.cache(Layout)
+def order_of(rank: int, dims: Dims) -> list[int]:
+    """The axes of a tensor with d1 and d0 last."""
+    return [k for k in range(-rank, 0) if k not in (dims or ())] + list(dims or ())
+
+
+def permuted(x: Tensor, order: list[int]) -> Tensor:
+    """The last axes of x in another order."""
+    return x.permute(*range(x.ndim - len(order)), *order)
 
 
 class OrtMuLO(MuLO):
@@ -195,7 +194,7 @@ class OrtMuLO(MuLO):
     def __init__(
         self,
         params: Iterable,
-        exported: str | os.PathLike,
+        exported: str | Path,
         lr: float = 1.0,
         weight_decay: float = 0.0,
         num_steps: int | None = None,
@@ -208,14 +207,15 @@ class OrtMuLO(MuLO):
         [(self.path, self.about)] = found  # with digests: later changes of files are refused
         self.device, self.threads = with_index(device), threads
         self._sessions: dict[str, Session] = {}
-        path = export.checked(self.path.parent, f"{self.about['name']}.pt", self.about)
-        lo = checkpoints.load(path)
+        lo = checkpoints.load(
+            export.checked(self.path.parent, f"{self.about['name']}.pt", self.about)
+        )
         super().__init__(params, lo, lr, weight_decay, num_steps, backend="folded")
         self.session("vector")  # so that what is missing is said now
 
     def _forget(self) -> None:
         super()._forget()
-        self._checked: dict[nn.Parameter, Stack] = {}  # state that is known to be finite
+        self._laid: dict[nn.Parameter, Laid] = {}
 
     def __getstate__(self) -> dict:
         names = ("path", "about", "device", "threads")
@@ -235,13 +235,10 @@ class OrtMuLO(MuLO):
     def _in_layout(self, p: Tensor, out_axis: int, state: dict) -> dict[str, Tensor]:
         """State in the memory layout of the graphs, so that steps need not transpose it."""
         shape = tuple(p.shape) or (1,)
-        how = layout(shape, features.factored_dims(shape, out_axis))
-        acc = {k: state[k] for k in Accumulators._fields}
-        acc = {
-            k: how.from_graph(how.to_graph(x[None]).contiguous(), x[None])[0]
-            for k, x in acc.items()
-        }
-        return state | acc
+        order = order_of(len(shape), features.factored_dims(shape, out_axis))
+        back = [order.index(k) - len(shape) for k in range(-len(shape), 0)]
+        acc = {k: permuted(state[k], order).contiguous() for k in Accumulators._fields}
+        return state | {k: permuted(x, back) for k, x in acc.items()}
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -250,59 +247,64 @@ class OrtMuLO(MuLO):
                 if "M" in self.state.get(p, ()):
                     self.state[p] = self._in_layout(p, group["out_axis"], self.state[p])
 
-    def _stack(self, p: nn.Parameter, group: dict) -> Stack:
-        """Check a parameter; this comes before anything is changed."""
-        if p.device != self.device:
-            raise RuntimeError(
-                f"a parameter is on {p.device}, the optimizer on '{self.device}': move the model, "
-                "or pass OrtMuLO the device."
-            )
-        if p.dtype == torch.float64:
-            raise RuntimeError("exported graphs are float32: use mulo.MuLO for float64 parameters.")
-        if not math.isfinite(group["lr"] * group["scale"]):
-            raise ValueError(f"lr={group['lr']} is not finite: lower it.")
-        x = super()._stack(p, group)
-        self.session(layout(tuple(x.p.shape[1:]), x.dims).kind)
-        if p.device.type == "cpu" or group["step"] % 100 == 0:  # reading a value syncs a GPU
-            check_finite("a parameter", p.detach())
-        if self._checked.get(p) is not x:
-            for name, value in x.acc._asdict().items():
+    def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
+        """Check the parameters; this comes before anything is changed."""
+        found = super()._with_gradients()
+        for p, group in found:
+            if p.device != self.device:
+                raise RuntimeError(
+                    f"a parameter is on {p.device}, the optimizer on '{self.device}': move the "
+                    "model, or pass OrtMuLO the device."
+                )
+            if p.dtype == torch.float64:
+                raise RuntimeError(
+                    "exported graphs are float32: use mulo.MuLO for float64 parameters."
+                )
+            if not math.isfinite(group["lr"] * group["scale"]):
+                raise ValueError(f"lr={group['lr']} is not finite: lower it.")
+        often = self.device.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
+        if found and often and not all_finite([p.detach() for p, _ in found]):
+            raise ValueError("a parameter has NaN or infinite entries: go back to a checkpoint.")
+        return found
+
+    def _stack(self, p: nn.Parameter, group: dict) -> Laid:
+        stack, kept = super()._stack(p, group), self._laid.get(p)
+        if kept is None or kept.stack is not stack:
+            for name, value in stack.acc._asdict().items():
                 check_finite(f"the optimizer's state {name}", value)
-            self._checked[p] = x
-        return x
+            kept = self._laid[p] = Laid(stack)
+            self.session(kept.kind)
+        return kept
 
     def _advance(
-        self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], values: Tensor
+        self, _, weights: Weights, stacks: list[Laid], grads: list[Tensor], values: Tensor
     ) -> Tensor | int:
         """Run the graphs on all tensors; returns how many gradient entries are not finite."""
         groups: dict[tuple, list[int]] = {}
         for n, x in enumerate(stacks):
-            how = layout(tuple(x.p.shape[1:]), x.dims)
-            groups.setdefault((how.kind, how.sizes), []).append(n)
-        for (kind, sizes), members in groups.items():
-            many = max(1, TOGETHER // math.prod(sizes))
+            groups.setdefault((x.kind, x.views["p"].shape), []).append(n)
+        for (kind, shape), members in groups.items():
+            many = max(1, TOGETHER // math.prod(shape))
             for start in range(0, len(members), many):
-                some = members[start : start + many]
-                self._run(kind, weights, [stacks[n] for n in some], grads, values, some)
-        bad = 0
-        for g in grads:  # one cheap sum, where reading it costs nothing
-            if g.device.type != "cpu" or not g.sum().isfinite():
-                bad = bad + (~g.isfinite()).sum()
-        return bad
+                self._run(kind, stacks, grads, weights, values, members[start : start + many])
+        if self.device.type == "cpu" and all_finite(grads):
+            return 0
+        return sum((~g.isfinite()).sum() for g in grads)
 
-    def _run(self, kind, weights, stacks, grads, values, index) -> None:
-        """Run the graph once for these tensors, and copy the results to parameters and state."""
-        layouts = [layout(tuple(x.p.shape[1:]), x.dims) for x in stacks]
+    def _run(self, kind, stacks, grads, weights, values, index: list[int]) -> None:
+        """Run the graph once for the tensors of this index, and store its results."""
+        some = [stacks[n] for n in index]
 
-        def gather(tensors: Iterable[Tensor]) -> Tensor:
-            parts = [how.to_graph(x) for how, x in zip(layouts, tensors, strict=True)]
+        def gather(parts: list[Tensor]) -> Tensor:
             if len(parts) > 1:
-                return torch.cat(parts).float()
-            flat = parts[0].squeeze()  # torch transposes fastest what has two axes
-            return flat.float().contiguous().view(parts[0].shape)
+                x = torch.cat(parts).float()
+            else:  # torch is fast if it transposes two axes
+                x = parts[0].squeeze().float().contiguous().view(parts[0].shape)
+            lead = x.ndim - some[0].rank
+            return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
 
-        inputs = {"p": gather(x.p for x in stacks), "g": gather(grads[n] for n in index)}
-        inputs |= {k: gather(getattr(x.acc, k) for x in stacks) for k in Accumulators._fields}
+        inputs = {k: gather([x.views[k] for x in some]) for k in some[0].views}
+        inputs["g"] = gather([permuted(grads[n], stacks[n].order) for n in index])
         inputs |= dict(zip(("t", "scale", "decay", "eps_scale"), values[:, 0, index], strict=True))
         if self.lo.config.eps != "fan_in":
             del inputs["eps_scale"]
@@ -310,10 +312,17 @@ class OrtMuLO(MuLO):
             inputs |= {k: w[0, index] for k, w in weights.phi.items() if k[0] in "wb"}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
         outputs = self.session(kind).run(inputs, finite=())
-        for k, (how, x) in enumerate(zip(layouts, stacks, strict=True)):
-            for name, old in (("p", x.p), *x.acc._asdict().items()):
-                new = how.from_graph(outputs[f"new_{name}"][k : k + 1], old)
-                old.squeeze().copy_(new.squeeze())
+        for k in some[0].views:
+            old = [x.views[k] for x in some]
+            new = outputs[f"new_{k}"].reshape(-1, *old[0].shape[1:])
+            if len(old) > 1:
+                torch._foreach_copy_(old, new.split(1))
+                continue
+            a, b = old[0].squeeze(), new.squeeze()
+            a, b = (
+                (a.T, b.T) if a.ndim == 2 else (a, b)
+            )  # torch is fast if the target is contiguous
+            a.copy_(b)
 
-    def _param_scale(self, x: Stack) -> Tensor:
+    def _param_scale(self, x: Laid) -> Tensor:
         return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)

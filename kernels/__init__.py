@@ -72,7 +72,7 @@ def choose(backend: str, config, device: torch.device) -> str:
     if reason is None:
         return "kernel"
     if backend == "kernel":
-        raise RuntimeError(f"no kernel for this learned optimizer on {device}: {reason}.")
+        raise ValueError(f"no kernel for this learned optimizer on {device}: {reason}.")
     warnings.warn(
         f"MuLO runs without a kernel on {device}, several times slower: {reason}. "
         'To go on without this warning, pass backend="folded".',
@@ -163,6 +163,8 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     )
     if p.dtype not in DTYPES or not fits or not all(x.is_contiguous() for x in (p, *acc)):
         return None
+    if p.device.type != "meta" and not all(x.data_ptr() for x in (p, *acc)):
+        return None  # a subclass without memory of its own, as DTensor
     found = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
         found[name] = x.data_ptr() + x.stride(0) * x.element_size() * np.arange(len(p))

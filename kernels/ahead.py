@@ -33,14 +33,15 @@ POINTERS = {"rows": "*i64", "plan": "*i64", "index": "*i32", "work": "*fp32", "b
 
 
 class Compiled(NamedTuple):
-    """A kernel as compiled; an entry is a parameter, or in passes over sides one of a side."""
+    """A kernel as compiled."""
 
     kernel: str
     registers: int
     spills: int  # instructions that spill registers or load them back
     stack: int  # bytes
     shared: int  # bytes
-    instructions: float  # of a lane, per entry; loops over tiles are counted as one round
+    instructions: float  # of a thread per parameter (in factor, sides, fold: per entry of r or c),
+    # loops counted once: for `accumulate`, which reduces its sums once in up to 8 tiles, a bound
 
 
 def compiled(config, architecture: str) -> list[Compiled]:
@@ -59,24 +60,18 @@ def _compile(kernel, case: gpu.Case, warps: int, architecture: str) -> Compiled:
     source = ASTSource(kernel, signature, {where["CASE"]: case}, aligned)
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     code = triton.compile(source, target=target, options={"num_warps": warps})
-    usage, assembly = (_read(code.asm["cubin"], *tool) for tool in _TOOLS)
+    cubin = code.asm["cubin"]
+    usage, assembly = _read(cubin, "cuobjdump", "-res-usage"), _read(cubin, "nvdisasm", "-c")
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     found = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", assembly, re.M)
     names = collections.Counter(found)
-    tiles = {"means": gpu.MEANS_R.value * gpu.MEANS_W.value, "accumulate": case.R * case.W}
-    tiles["update"] = tiles["accumulate"]
-    entries = tiles.get(kernel.__name__, gpu.N.value) / (32 * warps)  # of a lane
-    return Compiled(
-        kernel.__name__,
-        registers,
-        names["STL"] + names["LDL"],
-        stack,
-        code.metadata.shared,
-        (names.total() - names["NOP"]) / entries,
-    )
-
-
-_TOOLS = (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+    entries = gpu.N.value
+    if kernel.__name__ in BYTES:
+        means = kernel is gpu.means
+        entries = gpu.MEANS_R.value * gpu.MEANS_W.value if means else case.R * case.W
+    each = (names.total() - names["NOP"]) * 32 * warps / entries
+    spills = names["STL"] + names["LDL"]
+    return Compiled(kernel.__name__, registers, spills, stack, code.metadata.shared, each)
 
 
 def _read(cubin: bytes, tool: str, option: str) -> str:
@@ -90,7 +85,5 @@ def _read(cubin: bytes, tool: str, option: str) -> str:
 
 def estimate(lines: list[Compiled], bandwidth: float = BANDWIDTH, flops: float = FLOPS) -> float:
     """Seconds per parameter of a large float32 matrix: an estimate, not a measurement."""
-    of_matrix = [line for line in lines if line.kernel in BYTES]
-    return sum(
-        max(BYTES[line.kernel] / bandwidth, 2 * line.instructions / flops) for line in of_matrix
-    )
+    dense = [(BYTES[line.kernel], line.instructions) for line in lines if line.kernel in BYTES]
+    return sum(max(size / bandwidth, 2 * count / flops) for size, count in dense)

@@ -22,6 +22,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 #if defined(PLAIN) || !defined(__AVX2__)
@@ -68,11 +70,11 @@ static inline Vec all(float x) { return Vec{} + x; }
 static inline Vec load(const float *x) { return *(const Memory *)x; }
 static inline void store(float *x, Vec y) { *(Memory *)x = y; }
 
-static inline Vec maximum(Vec x, Vec y) {
+static inline Vec maximum(Vec x, Vec y) {  // NaN where x is NaN, as in torch
 #if WIDTH == 16
-    return _mm512_max_ps(x, y);
+    return _mm512_max_ps(y, x);
 #endif
-    return x > y ? x : y;
+    return y > x ? y : x;
 }
 
 static inline Vec rsqrt(Vec x) {  // of normal numbers
@@ -471,9 +473,13 @@ class Step {
             float *p = widen(t.p, t.p_dtype, at, n, own.p);
             Vec X[D], part[D] = {};
             for (long j = 0, phase = 0; j < n; j += W) {
-                for (int k = 0; k < 3; k++) __builtin_prefetch(t.M + k * size + at + j + ahead);
-                __builtin_prefetch(t.V + at + j + ahead), __builtin_prefetch(p + j + ahead);
-                __builtin_prefetch(g + j + ahead);
+                const long next = at + j + ahead;
+                for (int k = 0; k < 3; k++) {
+                    __builtin_prefetch(t.M + k * size + next);
+                    if (Vector) __builtin_prefetch(t.c + k * size + next);
+                    if (Vector && Second) __builtin_prefetch(t.r + k * size + next, 1);
+                }
+                for (const float *x : {t.V + at, p, (float *)g}) __builtin_prefetch(x + j + ahead);
                 Lanes in{n - j};
                 features<Vector, Second>(X, in, at + j, in.load(g + j), in.load(p + j), own.x[0] + phase, rho_y + j);
                 for (int k = 0; k < D && Second; k++) part[k] += X[k] * X[k];
@@ -511,10 +517,11 @@ class Step {
     // rows of W0: dense features without F_mom, r, c, 1/sqrt(r), 1/sqrt(c), F_mom, time
     void fold() {
         const int D = vector ? DIAGONAL : DENSE;
+        double sums[DIAGONAL] = {};
+        for (long b = 0; b < blocks; b++)
+            for (int k = 0; k < D; k++) sums[k] += work.dense[b * D + k];
         for (int k = 0; k < D; k++) {
-            double sum = 0;
-            for (long b = 0; b < blocks; b++) sum += work.dense[b * D + k];
-            float norm = inverse_rms(sum, size);
+            float norm = inverse_rms(sums[k], size);
             int at = k < F_MOM ? k : k < DENSE ? k + 12 : F_MOM + (k - DENSE) / 3 * 6 + (k - DENSE) % 3;
             const float *w = w0 + at * H, *w_c = w + 3 * H;
             for (int h = 0; h < H; h++) own.w0[k][h] = norm * (k < DENSE ? w[h] : w[h] + w_c[h]);
@@ -572,16 +579,23 @@ extern "C" void step(const Row *table, long count, const Settings *settings, int
     threads = std::clamp<double>(work / 2.5e6, 1, std::max(1, threads));
     Team::Shared shared;
     Work together;
+    std::atomic<int> size{0};  // of the team: known when all threads that can be had have started
     auto run = [&] {
-        Team team{threads, &shared}, alone;
+        while (!size) std::this_thread::yield();
+        Team team{size, &shared}, alone;
         Work apart;
-        Own own;
-        for (const Row *t : large) Step(team, *settings, *t, together, own).run();
-        team.each(small.size(), [&](long i) { Step(alone, *settings, *small[i], apart, own).run(); });
+        auto own = std::make_unique<Own>();
+        for (const Row *t : large) Step(team, *settings, *t, together, *own).run();
+        team.each(small.size(), [&](long i) { Step(alone, *settings, *small[i], apart, *own).run(); });
         together.bad += apart.bad;
     };
     std::vector<std::thread> others;
-    for (int i = 1; i < threads; i++) others.emplace_back(run);
+    others.reserve(threads);
+    try {
+        for (int i = 1; i < threads; i++) others.emplace_back(run);
+    } catch (const std::system_error &) {  // no more threads to be had: fewer do the same
+    }
+    size = others.size() + 1;
     run();
     for (std::thread &other : others) other.join();
     *bad += together.bad;

@@ -48,6 +48,7 @@ N = tl.constexpr(128)  # entries of a block of a side
 MEANS_R, MEANS_W = tl.constexpr(32), tl.constexpr(64)  # a tile of `means`
 TIMESCALES = tl.constexpr((1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000))
 TINY, INFINITY = tl.constexpr(1e-28), tl.constexpr(math.inf)
+NORMAL = tl.constexpr(1.2e-38)  # of smaller floats a GPU's 1/sqrt is infinite
 FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 DTYPES = (tl.float32, tl.bfloat16, tl.float16)
 # Columns of the plan: places in `work`; those of the y side follow those of the x side.
@@ -226,7 +227,7 @@ def sides(rows, plan, index, work, CASE: tl.constexpr):
             by = tl.where(block.is_r, r / (mean + 1e-9 * row.eps), r)
             by = tl.where(row.kind == 0, r + 1e-9 * row.eps, by)
             by = tl.rsqrt(at_least(by, 1e-9 * row.eps))
-            by_M = tl.rsqrt(r if CASE.velo else r + 1e-6 * row.eps)
+            by_M = tl.rsqrt(at_least(r, NORMAL) if CASE.velo else r + 1e-6 * row.eps)
             by_M = tl.where(row.kind == 0, by_M, by)
             x, y = r, tl.rsqrt(r + 1e-8 * row.eps)
         values = place(row, VALUES + side) + d * block.n + block.e
@@ -450,7 +451,8 @@ def update(rows, plan, index, work, CASE: tl.constexpr):
 # such that no kernel spills registers (see ahead.py).
 ACCUMULATE_TILE = (8, 64, 4)
 UPDATE_TILES = dict.fromkeys((1, 2, 4, 8), (8, 64, 4)) | dict.fromkeys((16, 32), (4, 32, 4))
-UPDATE_TILES[64] = (2, 32, 8)
+UPDATE_TILES[64] = (1, 32, 8)
+PROGRAMS = 1024  # enough to fill a GPU: a program of `accumulate` has several tiles beyond that
 SHAPE = np.dtype([(k, "i8") for k in "AXBYC"] + [(k, "i4") for k in ("kind", "p_dtype", "g_dtype")])
 
 
@@ -476,7 +478,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
         return np.where(matrix, of_matrix, triton.cdiv(Y, R * W))
 
     means_tiles, update_tile = A * B * parts.prod(0), UPDATE_TILES[case.HP]
-    each = min(8, max(1, tiles(*ACCUMULATE_TILE).sum() // 1024))  # tiles of a program: 1 if few
+    each = min(8, max(1, tiles(*ACCUMULATE_TILE).sum() // PROGRAMS))  # tiles of a program
     programs = triton.cdiv(tiles(*ACCUMULATE_TILE), each)
     sizes = [*(n * parts), *(n * 12), *(n * case.HP), *(blocks * 9), programs * case.D]
     sizes = np.stack([*sizes, means_tiles, 0 * Y + case.D * case.HP + 4])

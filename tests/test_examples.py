@@ -197,7 +197,7 @@ def test_a_rate_of_zero_is_a_rate(start, optimizer):
 
 @functools.cache
 def eager_loss():
-    return desk.train(lambda groups: mulo.MuLO(groups, mulo.load("mulo_m")))
+    return desk.train(lambda groups: mulo.MuLO(groups, mulo.load("mulo_m"), backend="folded"))
 
 
 def said(output):
@@ -208,23 +208,29 @@ class Calls(torch.optim.Optimizer):
     """A step by calls of exported graphs, one for each tensor."""
 
     def __init__(self, groups, folder, suffix):
-        kinds = ("matrix", "tall", "vector")
-        self.graphs = {k: export.open_graph(folder / f"mulo_m.{k}.{suffix}") for k in kinds}
-        self.t = 0
+        names = ["mulo_m"] if suffix == "ts" else ["mulo_m.tensor", "mulo_m.vector"]
+        self.graphs, self.t = {}, 0
+        for name in names:
+            self.graphs |= export.open_graphs(folder / f"{name}.{suffix}")
         super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             [p] = group["params"]
-            kind = "vector" if p.ndim == 1 else "tall" if p.shape[0] >= p.shape[1] else "matrix"
+            tall = p.ndim == 2 and p.shape[0] >= p.shape[1]
+            kind, *given = "vector", p[None], p.grad[None]
+            if p.ndim == 2:
+                kind, given = "tensor", [(x.T if tall else x)[None, None] for x in (p, p.grad)]
+            x = given[0]
             if p not in self.state:
-                shapes = [p.shape, (3, *p.shape), (3, p.shape[0]), (3, p.shape[-1])]
-                self.state[p] = [torch.zeros(1, *s) for s in shapes]
-            t, rate = torch.tensor(float(self.t)), torch.tensor([group["scale"]])
-            new = self.graphs[kind](p[None], p.grad[None], *self.state[p], t, rate)
-            p.copy_(new[0][0])
-            self.state[p] = list(new[1:])
+                M = torch.zeros(1, 3, *x.shape[1:])
+                r, c = (M, M) if p.ndim == 1 else (M[..., :1], M[..., :1, :])
+                self.state[p] = [M, torch.zeros_like(x), r, c]
+            values = [torch.tensor([float(v)]) for v in (self.t, group["scale"], 0)]
+            inputs = [x.contiguous() for x in (*given, *self.state[p])]
+            new, *self.state[p] = self.graphs[kind](*inputs, *values)
+            p.copy_(new.squeeze().T if tall else new.squeeze())
         self.t += 1
 
 
@@ -242,14 +248,14 @@ def test_same_training_in_python(exported, runtime):
 def test_same_training_without_torch(exported):
     code = "import sys, runpy; sys.modules['torch'] = None; sys.argv.pop(0); "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = run(sys.executable, "-c", code, "examples/train.py", exported)
+    done = run(sys.executable, "-c", code, "examples/embed.py", exported)
     assert done.returncode == 0, done.stderr
     assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
 
 
 def test_files_that_are_missing_are_one_sentence(tmp_path, complaint):
-    for file in ("desk.json", "desk.bin", "mulo_m.matrix.onnx"):
-        done = run(sys.executable, "examples/train.py", tmp_path)
+    for file in ("desk.json", "desk.bin", "mulo_m.json", "mulo_m.tensor.onnx"):
+        done = run(sys.executable, "examples/embed.py", tmp_path)
         assert done.stderr == (
             f"no {tmp_path}/{file}: run python export.py mulo_m && python examples/desk.py\n"
         )
@@ -312,7 +318,12 @@ def test_same_training_in_a_browser(exported, tmp_path):
 @pytest.mark.skipif(
     not shutil.which("cmake") or not shutil.which("g++"), reason="needs cmake and g++"
 )
-def test_same_training_in_cpp(exported, cpp):
-    done = run(cpp / "train", exported)
+def test_same_training_in_cpp(exported, tmp_path):
+    """Built as its first lines say, but without optimization."""
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for command in (["-S", ROOT / "examples/cpp", "-B", tmp_path, prefix], ["--build", tmp_path]):
+        done = run("cmake", *command)
+        assert done.returncode == 0, done.stderr
+    done = run(tmp_path / "train", exported)
     assert done.returncode == 0, done.stderr
     assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)

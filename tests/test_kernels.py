@@ -281,6 +281,39 @@ def test_a_kernel_takes_what_it_can():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
 
 
+def test_what_is_written_by_address_is_known_to_autograd():
+    """A step between forward and backward is an error, as with any optimizer."""
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    loss = p.square().sum()
+    mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend="kernel").step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_state_that_does_not_fit_is_not_written_to():
+    """A parameter that has grown since its last step: an error, not memory of others."""
+    for backend in ("kernel", "folded"):
+        p = nn.Parameter(torch.ones(4, 4))
+        opt = mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend=backend)
+        for size in (4, 40):
+            p.data, p.grad = torch.ones(size, 4), torch.ones(size, 4)
+            if size == 4:
+                opt.step()
+        with pytest.raises(RuntimeError):
+            opt.step()
+
+
+def test_nan_parameters_stay_nan():
+    """A NaN reaches the whole tensor, through every layer, as it does in torch."""
+    for backend in ("kernel", "literal"):
+        p = nn.Parameter(torch.ones(4, 4))
+        p.data[1, 2] = torch.nan
+        p.grad = torch.ones(4, 4)
+        mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend=backend).step()
+        assert p.isnan().all(), backend
+
+
 def test_state_moves_between_backends():
     """A run that changes its backend at every step is the run that does not."""
     torch.manual_seed(0)
@@ -348,7 +381,7 @@ def test_without_a_compiler_it_is_folded_with_a_warning(fresh, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mulo.MuLO([p], mulo.SmallFC(SMALL)).step()  # said once
-    with pytest.raises(RuntimeError, match="no kernel for this learned optimizer on cpu"):
+    with pytest.raises(ValueError, match="no kernel for this learned optimizer on cpu"):
         mulo.MuLO([p], mulo.SmallFC(SMALL), backend="kernel").step()
 
 
