@@ -21,7 +21,6 @@ for libtorch of the same version) has them all as methods. <name>.pt is the lear
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import io
 import json
@@ -208,9 +207,9 @@ def to_onnx(lo: LO, kind: str, text: str) -> bytes:
         nodes, constants = graph.node, graph.initializer
     value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT)
     ends = ([value(name=k, shape=s) for k, s in x.items()] for x in (inputs, outputs))
-    graph = helper.make_graph(nodes, kind, *ends, constants)
-    opset = [helper.make_opsetid("", onnxgraphs.OPSET)]
-    model = helper.make_model(graph, opset_imports=opset, ir_version=onnxgraphs.IR_VERSION)
+    model = helper.make_model(
+        helper.make_graph(nodes, kind, *ends, constants), **onnxgraphs.VERSIONS
+    )
     model.metadata_props.add(key="mulo", value=text)
     return model.SerializeToString()
 
@@ -234,9 +233,9 @@ def in_blocks(graphs: Graphs, inputs: Shapes) -> tuple[list, list]:
     first = onnxgraphs.convert(to_program(graphs, front, inputs), inputs, outputs, "front_")
     body = onnxgraphs.convert(to_program(graphs, network, given), names, ["new_p_block"], "net_")
     [cat] = [node for node in first.node if node.output[0] == "X"]  # concatenate in the Loop
-    first.node.remove(cat)
     blocks = [f"{k}_block" for k in cat.input]
     body.node.insert(0, helper.make_node("Concat", blocks, ["X_block"], axis=1))
+    first.node.remove(cat)
     nodes, constants = onnxgraphs.loop(body, ["p", "y_row", *cat.input], BLOCK // h, "new_p")
     return [*first.node, *nodes], [*constants, *first.initializer, *body.initializer]
 
@@ -275,8 +274,8 @@ NOTES = {
 def epsilons(config: LOConfig) -> dict:
     """Those of features.py, with what they are multiplied by."""
     if config.eps == "relative":
-        same = {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8}
-        return same | {"r, c": 1e-2, "F": 1e-8}
+        V = {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8}
+        return V | {"r, c": 1e-2, "F": 1e-8}
     times = "eps_scale" if config.eps == "fan_in" else 1
     found = {"times": times, "V": 1e-6, "r, c": 1e-8, "g^2": 1e-30, "F": 1e-9}
     return found | {"F*M of vectors": 0.0 if config.net == "velo" else 1e-6, "RMS": config.eps_rms}
@@ -305,7 +304,7 @@ def describe(lo: LO, name: str) -> dict:
     time = time[2 * (not velo) + (config.spec == "paper")]
     about = {"format": FORMAT, "version": VERSION, "name": name, "torch": torch.__version__}
     return about | {
-        "lo": dataclasses.asdict(config),
+        "lo": vars(config),
         "notes": {k: x for k, x in NOTES.items() if k not in ("tensor", "vector", "hyper")},
         "mup": {k: {names[x]: n for x, n in rule._asdict().items()} for k, rule in RULES.items()},
         "graphs": {kind: signature(lo, kind) for kind in kinds(config)},
@@ -360,10 +359,8 @@ def read_config(text: str | bytes, path: str | Path) -> dict:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise ValueError(f"{path} was not written by export.py: export it anew.")
     if config.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format version {config.get('version')}, this code reads {VERSION}: "
-            "export the optimizer anew."
-        )
+        version = f"format version {config.get('version')}, this code reads {VERSION}"
+        raise ValueError(f"{path} has {version}: export the optimizer anew.")
     return config
 
 
@@ -408,8 +405,7 @@ def open_graphs(path: str | Path, config: dict | None = None) -> dict[str, Calla
         raise ValueError(f"{path} carries another config than its .json: export it anew.")
     if path.suffix == ".ts":
         return {kind: getattr(run, kind) for kind in found["graphs"]}
-    kind = path.stem.rpartition(".")[2]
-    return {kind: partial(run_onnx, run) if path.suffix == ".onnx" else run}
+    return {path.stem.rpartition(".")[2]: partial(run_onnx, run) if path.suffix == ".onnx" else run}
 
 
 def run_onnx(session: onnxruntime.InferenceSession, *inputs: Tensor) -> list[Tensor]:
@@ -498,10 +494,8 @@ def verify(path: Path, config: dict, say: Callable[[str], None] = print) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write a learned optimizer for other runtimes, and check what was written.",
-        epilog="example: python export.py mulo_m --out exported",
-    )
+    about = "Write a learned optimizer for other runtimes, and check what was written."
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("lo", nargs="?", help="a shipped name, such as mulo_m, or a file's path")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     parser.add_argument("--verify", metavar="DIR", help="only check what is in this folder")

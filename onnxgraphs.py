@@ -1,12 +1,10 @@
-"""Torch programs as ONNX of opset 20: how operators are translated, and the Loop over row blocks.
+"""Torch programs as ONNX: how operators are translated, and the Loop over blocks of rows.
 
-onnxruntime runs one node at a time over whole tensors, and adds floats one after another:
-
-- A plain ReduceMean over a million entries is off by 2e-4. `_mean` sums short pieces in float32 and
-  these sums in float64.
-- The hidden layers of a large matrix would go through memory some ten times: `loop` runs the
-  network in blocks of rows that fit the cache.
-- torch's own ONNX optimizer deletes additions of 1e-8 and less, our epsilons: it is not used.
+onnxruntime runs one node at a time over whole tensors, and adds floats one after another. A plain
+ReduceMean over a million entries is off by 2e-4, so `_mean` sums short pieces in float32, and these
+sums in float64. Features and hidden layers of a large matrix would go through memory some ten
+times, so `loop` runs the network in blocks of rows that fit the cache. torch's own ONNX optimizer
+is not used: it deletes additions of 1e-8 and less, our epsilons.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from onnx import TensorProto, helper
 from onnx_ir.passes import common
 from onnxscript import opset20 as op
 
-OPSET, IR_VERSION = 20, 10
+VERSIONS = {"opset_imports": [helper.make_opsetid("", 20)], "ir_version": 10}
 FLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.DOUBLE
 SHORT = 2048  # entries that onnxruntime may add up in a row without losing digits
 
@@ -36,9 +34,8 @@ def _lerp(self, end, weight):
 
 
 def _nan_to_num(self, nan=0.0, posinf=0.0, neginf=0.0):
-    """0 for what is not finite."""
-    largest = op.Constant(value_float=3.4028234663852886e38)
-    return op.Where(op.LessOrEqual(op.Abs(self), largest), self, op.Constant(value_floats=[0.0]))
+    finite = op.LessOrEqual(op.Abs(self), op.Constant(value_float=3.4028234663852886e38))
+    return op.Where(finite, self, op.Constant(value_floats=[0.0]))
 
 
 def _power(self, exponent):
@@ -70,17 +67,16 @@ def _mean(self, dim, keepdim=False, dtype=None):
         row = op.Shape(flat.inputs[0], start=-1)
     power = op.Min(op.BitwiseAnd(n, op.Neg(n)), _ints(1024))
     piece = op.Where(op.LessOrEqual(row, _ints(SHORT)), row, power)
-    sums = []
-    for x in parts:
+    for k, x in enumerate(parts):
         shape = [op.Shape(x, end=axis)] if axis else []
         shape += [_ints(-1), piece] if last else [_ints(-1), piece, op.Shape(x, start=axis + 1)]
         y = op.Reshape(x, op.Concat(*shape, axis=0))
         if axis == rank - 2:  # ReduceSum takes ten times longer here
             ones = op.Expand(op.Constant(value_floats=[1.0]), op.Concat(_ints(1), piece, axis=0))
-            sums.append(op.Squeeze(op.MatMul(ones, y), _ints(axis + 1)))
+            parts[k] = op.Squeeze(op.MatMul(ones, y), _ints(axis + 1))
         else:
-            sums.append(op.ReduceSum(y, _ints(axis + 1), keepdims=0))
-    y = op.Concat(*sums, axis=1) if len(sums) > 1 else sums[0]
+            parts[k] = op.ReduceSum(y, _ints(axis + 1), keepdims=0)
+    y = op.Concat(*parts, axis=1) if len(parts) > 1 else parts[0]
     y = op.ReduceSum(op.Cast(y, to=DOUBLE), _ints(axis), keepdims=int(keepdim))
     return op.Cast(op.Div(y, op.Cast(n, to=DOUBLE)), to=FLOAT)
 
@@ -88,7 +84,7 @@ def _mean(self, dim, keepdim=False, dtype=None):
 aten = torch.ops.aten
 TABLE = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
 TABLE |= {aten.pow.Tensor_Scalar: _power, aten.mean.dim: _mean}
-OPTIONS = {"opset_version": OPSET, "custom_translation_table": TABLE, "verbose": False}
+OPTIONS = {"opset_version": 20, "custom_translation_table": TABLE, "verbose": False}
 
 
 def convert(
@@ -132,10 +128,7 @@ def loop(
     block: int,  # entries of p in a block
     output: str,
 ) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
-    """Nodes and initializers that run `body` on blocks of rows and concatenate what it returns.
-
-    The initializer `block` can be overridden like an input: on a GPU one block is best.
-    """
+    """Nodes and initializers that run `body` on blocks of rows, and concatenate its outputs."""
     node, value = helper.make_node, helper.make_tensor_value_info
     inside = [node("Mul", ["i", "rows"], ["top"]), node("Add", ["top", "rows"], ["bottom"])]
     inside += [node("Slice", [k, "top", "bottom", "axis"], [f"{k}_block"]) for k in cut]
@@ -144,19 +137,13 @@ def loop(
     done, more = (helper.make_tensor_sequence_value_info(k, FLOAT, None) for k in ("done", "more"))
     trip = [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), done]
     inner = helper.make_graph(inside, "rows", trip, [value("on", TensorProto.BOOL, []), more])
-    nodes = [
-        node("Shape", ["p"], ["m"], start=-2, end=-1),
-        node("Size", ["p"], ["size"]),
-        node("Div", ["size", "m"], ["row_size"]),  # entries of one row, of all b tensors
-        node("Div", ["block", "row_size"], ["fit"]),
-        node("Max", ["fit", "one"], ["rows"]),
-        node("Add", ["m", "rows"], ["beyond"]),
-        node("Sub", ["beyond", "one"], ["end"]),
-        node("Div", ["end", "rows"], ["trips"]),
-        node("SequenceEmpty", [], ["none"]),
-        node("Loop", ["trips", "true", "none"], ["blocks"], body=inner),
-        node("ConcatFromSequence", ["blocks"], [output], axis=-2),
-    ]
+    nodes = [node("Shape", ["p"], ["m"], start=-2, end=-1), node("Size", ["p"], ["size"])]
+    steps = "Div size m row_size,Div block row_size fit,Max fit one rows"  # a row of all b tensors
+    steps += ",Add m rows beyond,Sub beyond one end,Div end rows trips"
+    nodes += [node(kind, x, [y]) for kind, *x, y in map(str.split, steps.split(","))]
+    nodes += [node("SequenceEmpty", [], ["none"])]
+    nodes += [node("Loop", ["trips", "true", "none"], ["blocks"], body=inner)]
+    nodes += [node("ConcatFromSequence", ["blocks"], [output], axis=-2)]
     numbers = {"block": block, "one": 1, "axis": -2}
     constants = [helper.make_tensor(k, TensorProto.INT64, [1], [v]) for k, v in numbers.items()]
     return nodes, [*constants, helper.make_tensor("true", TensorProto.BOOL, [], [True])]
