@@ -44,9 +44,8 @@ from tqdm import tqdm
 import checkpoints
 import features
 import mulo
-import onnxgraphs
 from features import Accumulators, LossBuffer
-from kernels import folded
+from kernels import folded, onnxgraphs
 from mulo import LO, LOConfig
 from roles import RULES
 

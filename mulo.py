@@ -1,7 +1,5 @@
 """μLO: train any PyTorch model with a learned optimizer under the Maximal Update Parametrization.
 
-    import mulo
-
     roles = mulo.infer_roles(build, width)      # build(width) makes your model
     model = mulo.init_(build(width), roles)
     opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.load("mulo_m"))
@@ -406,8 +404,8 @@ class MuLO(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         least = {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}
-        given = [(k, group[k], n) for k, n in least.items()]
-        wrong = [k for k, x, n in given if not (isinstance(x, Real | Tensor) and x >= n)]
+        fits = {k: isinstance(group[k], Real | Tensor) and group[k] >= n for k, n in least.items()}
+        wrong = [k for k in least if not fits[k]]
         dtypes = {p.dtype for p in group["params"] if not p.is_floating_point()}
         if not wrong and not dtypes and group["out_axis"] in (0, 1, -1):
             return
@@ -468,13 +466,12 @@ class MuLO(torch.optim.Optimizer):
 
     def _values(self, groups: list[dict], device: torch.device) -> Tensor:
         """t, scale, decay and eps_scale of each tensor, (4, 1, T), in one copy to the device."""
+        power = -1 if self.lo.config.eps == "fan_in" else 0
         rows = [
-            (g["step"], g["lr"] * g["scale"], g["lr"] * g["weight_decay"], 1 / g["fan_in"])
+            (g["step"], g["lr"] * g["scale"], g["lr"] * g["weight_decay"], g["fan_in"] ** power)
             for g in groups
         ]
         values = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)
-        if self.lo.config.eps != "fan_in":
-            values[3] = 1
         return features.send(values, device)
 
     def _on(self, device: torch.device) -> Weights:
@@ -588,8 +585,8 @@ class MuLO(torch.optim.Optimizer):
         groups = [{k: g[k] for k in ("names", "role") if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
-            self.state[p] = {k: x.detach().to(p.device, torch.float32) for k, x in state.items()}
-            self.state[p] = {k: x.contiguous().clone() for k, x in self.state[p].items()}
+            now = {k: x.detach().to(p.device, torch.float32).contiguous() for k, x in state.items()}
+            self.state[p] = {k: x.clone() for k, x in now.items()}
         if "loss" in self.state:
             memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
             self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}
