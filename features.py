@@ -137,14 +137,19 @@ def over(x: Tensor, unit: Tensor | None) -> Tensor:
 # ---------------------------------------------------------------- accumulators
 
 
+def accumulator_shapes(shape: tuple[int, ...], dims: Dims) -> list[tuple[int, ...]]:
+    """The shapes of M, V, r and c for a stack of shape (S, *shape)."""
+    M = (shape[0], 3, *shape[1:])
+    r, c = list(M), list(M)
+    if dims is not None:
+        r[dims[1]], c[dims[0]] = 1, 1
+    return [M, tuple(shape), tuple(r), tuple(c)]
+
+
 def init_accumulators(p: Tensor, dims: Dims) -> Accumulators:
     """Zeros for a stack p of shape (S, *shape)."""
-    z = p.new_zeros((), dtype=torch.float32)
-    M = z.new_zeros((p.shape[0], 3, *p.shape[1:]))
-    r_shape, c_shape = list(M.shape), list(M.shape)
-    if dims is not None:
-        r_shape[dims[1]], c_shape[dims[0]] = 1, 1
-    return Accumulators(M, z.new_zeros(p.shape), z.new_zeros(r_shape), z.new_zeros(c_shape))
+    shapes = accumulator_shapes(p.shape, dims)
+    return Accumulators(*(p.new_zeros(shape, dtype=torch.float32) for shape in shapes))
 
 
 def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:

@@ -156,10 +156,9 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     A, B and C the batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y
     and 2 if d0 is X.
     """
-    want = features.init_accumulators(torch.empty(p.shape, device="meta"), dims)
     fits = all(
-        x.shape == w.shape and x.dtype == torch.float32 and x.device == p.device
-        for x, w in zip(acc, want, strict=True)
+        x.shape == shape and x.dtype == torch.float32 and x.device == p.device
+        for x, shape in zip(acc, features.accumulator_shapes(p.shape, dims), strict=True)
     )
     if p.dtype not in DTYPES or not fits or not all(x.is_contiguous() for x in (p, *acc)):
         return None

@@ -77,7 +77,7 @@ def test_files_carry_the_config_and_no_paths(exported):
         assert json.loads(text) == config
         for word in (b"site-packages", str(ROOT).encode(), b".py\x00", b"mulo.py"):
             assert word not in content
-        assert file.suffix == ".pt2" or file.stat().st_size <= 26_000
+        assert file.suffix == ".pt2" or file.stat().st_size <= 32_000
 
 
 def test_the_json_is_the_whole_contract():
