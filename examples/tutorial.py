@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Learned optimizers under μP, from the beginning
 #
-# Eleven steps that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
+# Twelve steps that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
 # cell by cell in an editor that knows `# %%`. Figures go to runs/tutorial. Everything is done by
 # the modules that do it for real; the paper is "μLO: Compute-Efficient Meta-Generalization of
 # Learned Optimizers".
@@ -269,3 +269,16 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 #
 # `python metatrain.py --steps 20` then meta-trains a network of 40 inputs. The kernels notice that
 # they do not know it, and leave it to the folded step; checkpoints of 39 inputs are refused.
+
+# %% [markdown]
+# ## 12. Your own task
+#
+# A file that registers a model, its data and its loss is a kind of task like those built in:
+#
+# ```python
+# tasks.register("sines", build, Sines, loss, loss_bound=0.75)
+# ```
+#
+# `examples/own_task.py` is one, a regression in 36 lines. `python metatrain.py --kind
+# examples/own_task.py` meta-trains on it, `python evaluate.py tune examples/own_task.py` tunes the
+# baselines for it, and `python evaluate.py task examples/own_task.py_w64_d3` compares them.

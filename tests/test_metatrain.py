@@ -240,7 +240,7 @@ def test_the_end_of_a_run(tmp_path):
     done = subprocess.run(args, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for width in (16, 128):
-        sentence = rf"at width {width}, \w+ nets?: mulo_m [\d.]+; its start [\d.]+, tuned AdamW"
+        sentence = rf"at width {width}, \w+ nets?: mulo_m [\d.]+; untrained [\d.]+, tuned AdamW"
         assert re.search(sentence, done.stdout), done.stdout
         assert f"comparison at width {width}: 100%" in done.stderr
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
