@@ -47,7 +47,7 @@ def baselines_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
 def compare(
     lo: mulo.LO, r: metatrain.Recipe, baselines: dict, width: int, seeds: list[int], device: str
 ) -> dict[str, Tensor]:
-    """Training curves, (steps, seeds), of an optimizer, the same before meta-training, and tuned baselines."""
+    """Training curves, (steps, seeds), of an optimizer, meta-trained and not, and baselines."""
     task = tasks.get(f"{r.kind}_w{width}_d{r.depth}", batch_size=r.batch_size)
     contenders = {r.name: (lo, r.mup), "untrained": (metatrain.new_lo(r, device), r.mup)}
     for which, values in baselines.items():
