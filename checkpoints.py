@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from features import LossBuffer, Phi
-from mulo import LO, LOConfig, MuLO, SmallFC, VeLO
+from mulo import LO, UNSCALED, LOConfig, MuLO, SmallFC, VeLO
 from roles import name_of
 
 FORMAT, VERSION = "mulo", 1
@@ -102,9 +102,10 @@ def load(name: str | os.PathLike, **changes) -> LO:
             "anew, or use the release that made it."
         )
     lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
-    unknown = changes.keys() - config.keys()
+    known = [f.name for f in dataclasses.fields(LOConfig)]
+    unknown = changes.keys() - known
     if unknown:
-        raise TypeError(f"no {unknown.pop()!r} in a config: use one of {', '.join(config)}.")
+        raise TypeError(f"no {unknown.pop()!r} in a config: use one of {', '.join(known)}.")
     return lo.with_config(**changes) if changes else lo
 
 
@@ -118,8 +119,17 @@ def about(name: str | os.PathLike) -> dict:
     return _read(find(name)).get("about", {})
 
 
+LATER = {
+    "input_base": None,
+    "by_channels": False,
+    "multipliers": False,
+}  # fields that the first files do not have
+
+
 def _sha256(config: dict, weights: Phi) -> str:
-    sha256 = hashlib.sha256(repr(sorted(config.items())).encode())
+    """Fields of LATER count only if they are set, so the first files keep their checksums."""
+    fields = sorted((k, v) for k, v in config.items() if LATER.get(k, ...) != v)
+    sha256 = hashlib.sha256(repr(fields).encode())
     for name in sorted(weights):
         sha256.update(name.encode())
         sha256.update(weights[name].detach().float().cpu().contiguous().numpy().tobytes())
@@ -252,7 +262,7 @@ def check_optimizer_state(opt: MuLO, state_dict: dict) -> list[tuple[nn.Paramete
     try:
         groups, state = state_dict["param_groups"], state_dict["state"]
         saved_sizes = [len(group["params"]) for group in groups]
-        names = opt.defaults.keys() - {"differentiable"}
+        names = opt.defaults.keys() - {"differentiable", *UNSCALED}
         ours = all(names <= group.keys() for group in groups)
     except (AttributeError, KeyError, TypeError):
         ours = False

@@ -47,6 +47,8 @@ import roles
 import tasks
 import training
 from checkpoints import write_atomically
+from paper import baselines
+from paper.baselines import BASELINES, SCHEDULES, UNTUNED, adam, schedule_of, tuned
 
 try:
     import fcntl
@@ -55,7 +57,6 @@ except ImportError:  # Windows: no lock, so run one evaluation at a time
 
 POINTS = 50  # windows in which the losses of a run are averaged
 DATA_SEED = 10_000  # batches have seeds of their own: nets of all widths see the same ones
-SCHEDULES = ("constant", "cosine")
 Activations = dict[str, list[tuple[float, float]]]  # layer: (change, size) at each probed step
 
 
@@ -68,115 +69,6 @@ def write_table(path: Path, rows: list[list]) -> None:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_atomically(path, text.getvalue())
-
-
-# ---------------------------------------------------------------- tuned baselines (appendix B)
-
-TUNED = Path(__file__).parent / "results" / "tuned"
-BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam with the rules of μP
-GRIDS = {  # the paper's tables: 504 and 512 configurations
-    "adamw": {
-        "lr": torch.logspace(-1, -5, 14).tolist(), "b1": [0.9, 0.95, 0.99],
-        "b2": [0.95, 0.99, 0.999], "weight_decay": [0.1, 0.01, 0.001, 0.0001],
-    },
-    "muadam": {
-        "lr": torch.logspace(-6, 0, 32).tolist(), "b1": [0.85, 0.9, 0.95, 0.99],
-        "b2": [0.9, 0.95, 0.99, 0.999], "weight_decay": [0.0],
-    },
-}  # fmt: skip
-FIELDS = ("lr", "b1", "b2", "weight_decay")
-USUAL = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
-PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
-    ("adamw", "lm"): (7.02e-4, 0.9, 0.99, 0.001),
-    ("adamw", "vit"): (1.70e-4, 0.9, 0.999, 0.01),
-    ("adamw", "in32_mlp"): (7.02e-4, 0.9, 0.999, 0.01),
-    ("adamw", "in64_mlp"): (7.02e-4, 0.9, 0.99, 0.001),
-    ("adamw", "c10_mlp"): (2.89e-3, 0.9, 0.95, 0.0001),
-    ("muadam", "lm"): (0.1077, 0.85, 0.999, 0.0),
-    ("muadam", "vit"): (0.044173, 0.85, 0.999, 0.0),
-    ("muadam", "in32_mlp"): (0.044173, 0.85, 0.999, 0.0),
-    ("muadam", "in64_mlp"): (0.028289, 0.85, 0.99, 0.0),
-    ("muadam", "c10_mlp"): (0.1473, 0.9, 0.95, 0.0),
-}
-CHUNK = 64  # nets that are tuned side by side
-
-
-def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
-    """The factor on the learning rate at step t; "cosine" decays from 1 to 0.1 over the run."""
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
-    if name == "constant":
-        return None
-    return lambda t: 0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * t / steps)))
-
-
-def adam(values: list[dict]) -> Callable[[tasks.Task], training.Adam]:
-    """A baseline for `training.train`, with the hyperparameters of each net."""
-    columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
-    return lambda task: training.Adam(task, **columns)
-
-
-def grid(which: str, fixed: dict | None = None) -> list[dict]:
-    """All configurations of the paper's grid, or its learning rates with the rest fixed."""
-    if fixed:
-        return [{**fixed, "lr": lr} for lr in GRIDS[which]["lr"]]
-    return [dict(zip(FIELDS, v, strict=True)) for v in itertools.product(*GRIDS[which].values())]
-
-
-def tune(
-    which: str,
-    task: tasks.Task,
-    steps: int,
-    seeds: list[int],
-    schedule: str = "constant",
-    fixed: dict | None = None,  # all but the learning rate, to tune only that
-    device: str = "cpu",
-) -> list[dict]:
-    """Every configuration with its final loss (mean over the seeds), best first."""
-    task, configs, found = training.with_rules(task, which == "muadam"), grid(which, fixed), []
-    size = max(1, CHUNK // len(seeds))
-    for start in tqdm(range(0, len(configs), size), f"{BASELINES[which]} on {task.name}"):
-        some = configs[start : start + size]
-        losses = training.train(
-            task, adam([values for values in some for _ in seeds]), steps, seeds, copies=len(some),
-            schedule=schedule_of(schedule, steps), device=device,
-        )  # fmt: skip
-        scores = training.final_loss(losses).view(len(some), len(seeds)).mean(1)
-        found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
-    return sorted(found, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
-
-
-def remember(which: str, kind: str, steps: int, schedule: str, entry: dict) -> Path:
-    """Keep what tuning found in results/tuned/<kind>.json."""
-    path = TUNED / f"{kind}.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known[f"{which}, {steps} steps, {schedule}"] = entry
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-    return path
-
-
-def best(which: str, kind: str, steps: int, schedule: str = "constant") -> dict | None:
-    """The tuned values for tasks of this kind: found by `tune`, else the paper's, else None."""
-    path, key = TUNED / f"{kind}.json", f"{which}, {steps} steps, {schedule}"
-    if path.exists() and key in (known := json.loads(path.read_text())):
-        return known[key]
-    if schedule == "constant" and (which, kind) in PAPER:
-        return dict(zip(FIELDS, PAPER[which, kind], strict=True))
-    return None
-
-
-def tuned(which: str, task: tasks.Task, steps: int, schedule: str) -> dict:
-    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps."""
-    horizons = [metatrain.recipe("mulo_m", scale).unroll for scale in metatrain.SCALES]
-    for length in [*horizons, steps] if schedule == "constant" else [steps]:
-        if values := best(which, task.kind, length, schedule):
-            return {k: values[k] for k in FIELDS}
-    kind = (task.own and task.own.file) or task.kind
-    flags = " --scale paper" if (which, kind) in PAPER else ""
-    if schedule != "constant":
-        flags += f" --steps {steps} --schedule {schedule} --rates-only"
-    raise ValueError(f"{which} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}.")
 
 
 # ---------------------------------------------------------------- jobs
@@ -193,8 +85,8 @@ class Contender:
 
 
 def contender(name: str) -> Contender:
-    """By name: adamw, muadam, a shipped optimizer, or the folder of a meta-training run."""
-    if name in BASELINES:
+    """By name: a baseline, a shipped optimizer, or the folder of a meta-training run."""
+    if name in BASELINES | UNTUNED:
         return Contender(name, roles.ALL if name == "muadam" else ())
     folder = Path(name)
     path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
@@ -444,17 +336,18 @@ def _tune(args: argparse.Namespace) -> None:
     for which, label in BASELINES.items():
         fixed = None
         if args.rates_only:  # the rest as found by the full grid, at the meta-trained horizon
-            known = best(which, task.kind, r.unroll)
+            known = baselines.best(which, task.kind, r.unroll)
             if known is None:
                 raise ValueError(f"first run python evaluate.py tune {args.kind}, the full grid.")
-            fixed = {k: known[k] for k in USUAL}
-        seeds = list(range(args.seeds))
-        found = tune(which, task, steps, seeds, args.schedule, fixed, args.device)
+            fixed = {k: known[k] for k in baselines.USUAL}
+        seeds, configs = list(range(args.seeds)), baselines.grid(which, fixed)
+        found = baselines.tune(which, task, steps, seeds, args.schedule, configs, args.device)
         entry = found[0] | {
             "width": task.width, "depth": task.depth, "seeds": args.seeds,
             "configurations": len(found), "command": "python " + " ".join(sys.argv),
         }  # fmt: skip
-        path = remember(which, task.kind, steps, args.schedule, entry)
+        width = task.width if args.every_width else None
+        path = baselines.remember(which, task.kind, steps, args.schedule, entry, width)
         print(f"{label}: {found[0]} of {len(found)}, kept in {path}")
 
 
@@ -491,7 +384,7 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _claims(args: argparse.Namespace) -> None:
     """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from paper import claims, report
+    from paper import claims, report, transfer  # noqa: F401 (adds its experiment)
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
@@ -531,7 +424,8 @@ ARGUMENTS = {
     "--seeds": dict(type=int, help="nets of each (default: %(default)s)"),
     "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
     "--rates-only": dict(action="store_true", help="only the rates; the rest as tuned before"),
-    "--who": dict(nargs="+", help="adamw, muadam, shipped names, folders of runs"),
+    "--every-width": dict(action="store_true", help="for adamw_oracle: keep for this width alone"),
+    "--who": dict(nargs="+", help="adamw, muadam, adamw_default, shipped names, ..."),
     "--out": dict(type=Path, help="results' folder (default: results or results_paper)"),
     "--fresh": dict(action="store_true", help="train nets anew that the folder has"),
     "--processes": dict(type=int, help="at a time (default: all cores, 1 on a GPU)"),
@@ -541,7 +435,7 @@ ARGUMENTS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    from paper import claims
+    from paper import claims, transfer  # noqa: F401 (adds its experiment)
 
     parser = argparse.ArgumentParser(
         description="Test learned optimizers against tuned baselines.",
@@ -555,7 +449,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(argument, **ARGUMENTS[argument])
         command.set_defaults(run=run, **defaults)
 
-    tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --device"
+    tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --every-width "
+    tune += "--device"
     task = "tasks --steps --seeds --schedule --who --out --fresh --processes --device --backend"
     claim = "--scale --who --out --fresh --processes --device --backend"
     add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)

@@ -56,6 +56,8 @@ class Recipe:
     widths: tuple[int, ...] = (128, 512, 1024)
     depth: int = 3
     batch_size: int = 4096
+    mixture: tuple[str, ...] = ()  # names of tasks, in place of the four above
+    per_step: int = 0  # how many of the tasks an outer step unrolls, in turn; 0: all
     hidden_size: int = 32  # of the learned optimizer: the authors' configuration, 4 for VeLO
     lstm_hidden: int = 128  # VeLO's
     param_inits: int = 64  # VeLO's
@@ -65,6 +67,9 @@ class Recipe:
     eps: str = "reference"  # or "relative", "fan_in": see features.Eps
     eps_rms: float = 1e-5  # in the normaliser of the features
     anneal: float = 0.0  # beyond the unroll updates shrink as (unroll / t)^anneal
+    input_base: float = 0.0  # of the input rule; 0: off
+    by_channels: bool = False  # the channel rule
+    multipliers: bool = False  # learned factors by kind of tensor: see mulo.LOConfig
     lam1: float = 0.01  # 0.001 in SP and for VeLO
     pairs: int = 8  # perturbations per task
     micro_batch: int = 4  # of these, how many advance at a time: less memory, same result
@@ -72,6 +77,8 @@ class Recipe:
     unroll: int = 1000  # inner steps at most
     shortest: int = 100  # unrolls are log-uniform in [shortest, unroll]
     truncation: int = 50
+    late: float = 0.0  # meta-loss weighted by 1 - late + late * 2t/T: 1 favours final losses
+    cosine: float = 0.0  # share of the pairs whose nets train under the cosine schedule
     steps: int = 5000
     warmup: int = 100
     lr: float = 3e-3
@@ -97,6 +104,12 @@ class Recipe:
             raise ValueError(
                 f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it to that."
             )
+
+    def tasks(self) -> list[tasks.Task]:
+        if self.mixture:
+            return [tasks.get(name) for name in self.mixture]
+        names = (f"{self.kind}_w{width}_d{self.depth}" for width in self.widths)
+        return [tasks.get(name, batch_size=self.batch_size) for name in names]
 
 
 # Found to be dependable at this size: a larger sigma and rate, unrolls of one length.
@@ -149,6 +162,9 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
         eps=r.eps,
         eps_rms=r.eps_rms,
         anneal=r.anneal,
+        input_base=r.input_base or None,
+        by_channels=r.by_channels,
+        multipliers=r.multipliers,
     )
     kind = mulo.VeLO if r.net == "velo" else mulo.SmallFC
     return kind(config, torch.Generator().manual_seed(r.seed)).to(device)
@@ -231,7 +247,7 @@ class Run:
 
     @classmethod
     def _continue(cls, state: dict, out: Path, device: str) -> Run:
-        fields = state["recipe"] | {"widths": tuple(state["recipe"]["widths"])}
+        fields = state["recipe"] | {k: tuple(state["recipe"][k]) for k in ("widths", "mixture")}
         if set(fields) != {f.name for f in dataclasses.fields(Recipe)}:
             raise ValueError(
                 f"the run in {out} was made by other code ({state.get('commit')}): resume it with "
@@ -288,7 +304,7 @@ class Run:
 
     def _train(self, minutes: float) -> None:
         trainer, r, started = self.trainer, self.trainer.r, self.trainer.step
-        inner = r.truncation * len(r.widths) * 2 * r.pairs
+        inner = r.truncation * (r.per_step or len(trainer.tasks)) * 2 * r.pairs
         hide = trainer.rank > 0
         with tqdm(total=r.steps, initial=started, desc=r.name, unit="step", disable=hide) as bar:
             clock = saved = time.monotonic()

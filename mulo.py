@@ -65,6 +65,9 @@ class LOConfig:
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
     t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
     anneal: float = 0.0  # small_fc: beyond t_max updates shrink as (t_max / t)^anneal
+    input_base: float | None = None  # of roles.size_factor: the input size in meta-training
+    by_channels: bool = False  # of roles.size_factor: hidden convolutions, by 1/channels
+    multipliers: bool = False  # small_fc: learned factors on updates, by roles.TENSOR_KINDS
     lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
     param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
     param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
@@ -87,9 +90,13 @@ class LOConfig:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
-        number = isinstance(self.t_max, int | float) and 0 < self.t_max < math.inf
-        if not number and self.t_max is not None:
-            raise ValueError(f"t_max must be None or a number above 0, not {self.t_max!r}.")
+        for name in ("t_max", "input_base"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and 0 < value < math.inf
+            if not number and value is not None:
+                raise ValueError(f"{name} must be None or a number above 0, not {value!r}.")
+        if self.multipliers and self.net == "velo":
+            raise ValueError("VeLO scales each tensor by its alpha: leave multipliers off.")
 
     @property
     def feature_set(self) -> str:
@@ -144,6 +151,7 @@ class SmallFC(LO):
             phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
             phi[f"b{k}"] = torch.zeros(m)
         decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        decays |= {"multipliers": len(roles.TENSOR_KINDS)} if config.multipliers else {}
         return phi | {name: torch.zeros(n) for name, n in decays.items()}
 
     def forward(self, A: Tensor) -> Tensor:
@@ -193,6 +201,11 @@ def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
         x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
         x = x.relu() if k < hidden_layers else x
     return x.reshape(*shape[:-1], 2)
+
+
+def learned_factors(phi: Phi, kinds: Tensor) -> Tensor:
+    """The learned factor on the update of each tensor, (P | 1, T), by its kind, (T,)."""
+    return (2 * phi["multipliers"].flatten(0, -2)[:, kinds]).exp()  # 1 at first
 
 
 def lstm_step(
@@ -347,6 +360,9 @@ def advance_(
 # ---------------------------------------------------------------- the Optimizer
 
 
+UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
+
+
 class MuLO(torch.optim.Optimizer):
     """Trains a model with a learned optimizer, SmallFC or VeLO.
 
@@ -355,7 +371,7 @@ class MuLO(torch.optim.Optimizer):
     lr            a plain factor on the update, 1 by default, for schedulers to drive
     weight_decay  decoupled: a parameter shrinks by lr * weight_decay per step
     scale         the μP factor on the update, from `param_groups`, apart from lr so that no
-                  scheduler overwrites it (with it come fan_in, out_axis, names and role)
+                  scheduler overwrites it (with it come fan_in, out_axis, names, role, kind, area)
     step          t, the time that the learned optimizer sees: 0 at first, and settable
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
@@ -389,7 +405,7 @@ class MuLO(torch.optim.Optimizer):
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
-        super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0})
+        super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0} | UNSCALED)
 
     def __repr__(self) -> str:
         table = roles.group_table(self.param_groups)
@@ -444,6 +460,10 @@ class MuLO(torch.optim.Optimizer):
                 values[1] *= alpha[:, part].to(device)
             else:
                 weights = self._on(device)
+                if self.lo.config.multipliers:
+                    kinds = [roles.TENSOR_KINDS.index(found[k][1]["kind"]) for k in own]
+                    kinds = features.send(torch.tensor(kinds), device)
+                    values[1] *= learned_factors(weights.phi, kinds)
             grads = [found[k][0].grad.view_as(stacks[k].p) for k in own]
             bad = self._advance(backend, weights, [stacks[k] for k in own], grads, values)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
@@ -466,11 +486,13 @@ class MuLO(torch.optim.Optimizer):
 
     def _values(self, groups: list[dict], device: torch.device) -> Tensor:
         """t, scale, decay and eps_scale of each tensor, (4, 1, T), in one copy to the device."""
-        power = -1 if self.lo.config.eps == "fan_in" else 0
-        rows = [
-            (g["step"], g["lr"] * g["scale"], g["lr"] * g["weight_decay"], g["fan_in"] ** power)
-            for g in groups
-        ]
+        config, rows = self.lo.config, []
+        power = -1 if config.eps == "fan_in" else 0
+        for g in groups:
+            where = g["kind"], g["fan_in"], g["area"]
+            scale = g["scale"] * roles.size_factor(*where, config.input_base, config.by_channels)
+            decay, eps_scale = g["lr"] * g["weight_decay"], g["fan_in"] ** power
+            rows.append((g["step"], g["lr"] * scale, decay, eps_scale))
         values = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)
         return features.send(values, device)
 
@@ -582,7 +604,8 @@ class MuLO(torch.optim.Optimizer):
 
         saved = checkpoints.check_optimizer_state(self, state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        groups = [{k: g[k] for k in ("names", "role") if k in g} | old for g, old in pairs]
+        kept = ("names", "role", *UNSCALED)  # of groups that were saved without them
+        groups = [{k: g[k] for k in kept if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
             now = {k: x.detach().to(p.device, torch.float32).contiguous() for k, x in state.items()}

@@ -93,6 +93,7 @@ class Particles:
         shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
         self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # so that all begin at once
+        self.scheduled = torch.tensor([k < r.cosine * r.pairs for k in pairs])
         self.xi = torch.zeros(n, sum(w.numel() for w in weights), device=device)
         lengths = torch.full((2 * n,), float(r.unroll))
         self.state = self.opt.init(self.theta, mulo.stacked(lo), lengths)
@@ -118,11 +119,12 @@ class Particles:
                 self._restart(over, phis)
                 diverged &= ~features.send(over, device)
                 began = began | over
-            batch = training.batches(self.data, self.generators, self.r.batch_size, copies=2)
+            batch = training.batches(self.data, self.generators, self.task.batch_size, copies=2)
             losses = self.inner_step(weights, batch)
             finite = losses.isfinite()
             clipped = torch.where(finite, losses, self.bound).clamp(0, self.bound)
-            deltas.append(clipped[:n] - clipped[n:])
+            weight = 1 - self.r.late + self.r.late * 2 * self.t / self.length  # 1 on average
+            deltas.append((clipped[:n] - clipped[n:]) * features.send(weight, device))
             flags.append(began)
             total += clipped.mean()
             self.t += 1
@@ -138,9 +140,13 @@ class Particles:
     def inner_step(self, weights, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
         t = features.send(torch.cat([self.t, self.t]), self.xi.device)
+        lr = 1.0
+        if self.r.cosine:
+            lr = torch.where(self.scheduled, training.cosine(self.t / self.length), 1.0)
+            lr = features.send(torch.cat([lr, lr]), self.xi.device).unsqueeze(1)
         with training.matmul_precision("high" if self.r.tf32 else None):
             losses, grads = training.gradients(self.task, self.theta, batch)
-        self.opt.step(weights, self.state, self.theta, grads, losses, t)
+        self.opt.step(weights, self.state, self.theta, grads, losses, t, lr)
         return losses
 
     def _restart(self, over: Tensor, phi: Phi) -> None:
@@ -204,20 +210,16 @@ class Trainer:
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
         self.adamw = torch.optim.AdamW([self.phi], lr=r.lr, weight_decay=r.weight_decay)
         rules = roles.ALL if r.mup else ()
-        names = [f"{r.kind}_w{width}_d{r.depth}" for width in r.widths]
-        self.tasks = [tasks.get(name, rules=rules) for name in names]
-        shared = (
-            self.tasks[0].data(device=str(self.phi.device)) if data else None
-        )  # all widths have the same
-        share = r.pairs // self.world
+        self.tasks = [dataclasses.replace(task, rules=rules) for task in r.tasks()]
+        share, sets = r.pairs // self.world, {}
         mine = range(r.pairs)[self.rank * share : (self.rank + 1) * share]
-        self.particles = [
-            [
-                Particles(task, r, lo, mine[k : k + r.micro_batch], 100 * r.seed + n, shared)
-                for k in range(0, share, r.micro_batch)
-            ]
-            for n, task in enumerate(self.tasks)
-        ]
+        parts = [mine[k : k + r.micro_batch] for k in range(0, share, r.micro_batch)]
+        self.particles = []
+        for n, task in enumerate(self.tasks):
+            if data and task.kind not in sets:
+                sets[task.kind] = task.data(device=str(self.phi.device))
+            rest = 100 * r.seed + n, sets.get(task.kind)
+            self.particles.append([Particles(task, r, lo, part, *rest) for part in parts])
 
     def rate(self) -> float:
         """Linear warm-up, then a cosine from lr to lr_end."""
@@ -246,8 +248,10 @@ class Trainer:
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
         """One outer step; returns what goes into the log."""
-        r, D = self.r, len(self.phi)
-        sums = torch.stack([self.estimate(groups) for groups in self.particles])  # (tasks, D + 3)
+        r, D, n = self.r, len(self.phi), len(self.tasks)
+        now = [k % n for k in range(self.step * r.per_step, (self.step + 1) * r.per_step)]
+        now = now or range(n)  # which tasks
+        sums = torch.stack([self.estimate(self.particles[k]) for k in now])  # (tasks, D + 3)
         wants = torch.tensor([float(self.wants_stop), float(self.wants_save)]).to(sums)
         flat = torch.cat([sums.flatten(), wants])
         if self.world > 1:
@@ -255,7 +259,10 @@ class Trainer:
         sums = flat[:-2].view_as(sums)
         self.stop, self.save = (flat[-2:] > 0).tolist()  # all processes do, or none
         good, losses = sums[:, D], sums[:, D + 1] / r.pairs
-        grad = (sums[:, :D] / good.clamp_min(1).unsqueeze(1)).mean(0)  # tasks count alike
+        grads = sums[:, :D] / good.clamp_min(1).unsqueeze(1)
+        if r.mixture:  # gradients of all sizes: none may dominate
+            grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(r.clip)
+        grad = grads.mean(0)  # tasks count alike
         norm, loss = float(grad.norm()), float(losses.mean())
         if not (math.isfinite(norm) and math.isfinite(loss)):
             raise FloatingPointError(f"the meta-gradient is not finite at step {self.step + 1}")
@@ -269,7 +276,9 @@ class Trainer:
         self.step += 1
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
         row["diverged"] = int(sums[:, D + 2].sum())
-        return row | {f"loss_w{w}": x for w, x in zip(r.widths, losses.tolist(), strict=True)}
+        names = [f"loss_{x}" for x in r.mixture or (f"w{w}" for w in r.widths)]
+        found = {names[k]: x for k, x in zip(now, losses.tolist(), strict=True)}
+        return row | {name: found.get(name, math.nan) for name in names}
 
     @torch.no_grad()
     def result(self) -> LO:

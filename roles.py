@@ -267,24 +267,55 @@ def fan_in_of(w: Weight, role: str) -> int:
     return 1 if w.kind == "bare" and role == "input" else w.fan_in
 
 
+# What a parameter is to its layer: the constant factors of μP, which the paper sets to 1, depend on
+# it. "input", "hidden" and "output" are the weights of layers; "conv" is a hidden convolution.
+TENSOR_KINDS = ("input", "hidden", "conv", "output", "table", "norm", "bias")
+
+
+def area_of(w: Weight) -> int:
+    """The kernel area of a convolution, 1 for other weights."""
+    return math.prod(w.param.shape[2:]) if w.kind == "layer" else 1
+
+
+def kind_of(w: Weight, role: str) -> str:
+    if w.kind == "vector":
+        return "bias" if isinstance(w.module, LAYERS) else "norm"
+    if w.kind == "table" or (w.kind == "bare" and role == "input"):
+        return "table"
+    return "conv" if role == "hidden" and area_of(w) > 1 else role
+
+
+def size_factor(
+    kind: str, fan_in: int, area: int, input_base: float | None, by_channels: bool
+) -> float:
+    """The factor on the update by two rules beyond the paper, which a learned optimizer's config
+    switches on: they belong to what it was meta-trained on.
+
+    DIVERGES: the paper has neither. Input rule: input layers are multiplied by input_base / fan_in,
+    where input_base is the size of the inputs in meta-training, which the paper keeps fixed. An
+    update moves the first pre-activations in proportion to fan_in, as it does in a hidden layer.
+    Channel rule: hidden convolutions are scaled by 1/channels, not by 1/(channels * kh * kw).
+    """
+    if kind == "input" and input_base:
+        return input_base / fan_in
+    return float(area) if kind == "conv" and by_channels else 1.0
+
+
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
     """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
 
-    `names` are those of the params, and `role` is theirs; two roles, as "hidden, output", share a
-    group if nothing else differs.
+    `names` are those of the params; `role` and `kind`, one of TENSOR_KINDS, are theirs.
     """
     rules, groups = tuple(rules), {}
     for w, role in _with_roles(model, roles):
         fan_in = fan_in_of(w, role)
         scale = float(fan_in) ** power(role, "update", rules)
-        key = {"scale": scale, "fan_in": fan_in, "out_axis": w.out_axis}
+        key = {"role": role, "kind": kind_of(w, role), "scale": scale, "fan_in": fan_in}
+        key |= {"area": area_of(w), "out_axis": w.out_axis}
         if w.param.requires_grad:
-            new = {"params": [], "names": [], "role": role, **key}
-            group = groups.setdefault(tuple(key.values()), new)
+            group = groups.setdefault(tuple(key.values()), {"params": [], "names": [], **key})
             group["params"].append(w.param)
             group["names"].append(w.name)
-            if role not in group["role"]:
-                group["role"] += f", {role}"
     return list(groups.values())
 
 
@@ -311,14 +342,16 @@ def name_of(p: Tensor, group: dict) -> str:
 
 
 def group_table(groups: list[dict]) -> str:
-    """Param groups as a table: role, number of tensors, scale, lr and the commonest shapes."""
-    rows = [("role", "tensors", "scale", "lr", "shapes")]
+    """Param groups as a table: kind, number of tensors, scale, lr and the commonest shapes."""
+    rows = [("kind", "tensors", "scale", "lr", "shapes")]
     for g in groups:
         shapes = ["x".join(map(str, p.shape)) or "scalar" for p in g["params"]]
         counts = sorted({s: shapes.count(s) for s in shapes}.items(), key=lambda c: -c[1])
         shown = [s if n == 1 else f"{s} ({n})" for s, n in counts[:4]] + ["..."] * (len(counts) > 4)
         numbers = (f"{float(g[k]):.4g}" for k in ("scale", "lr"))
-        rows.append((g.get("role", "none"), str(len(shapes)), *numbers, ", ".join(shown)))
+        rows.append(
+            (g["kind"] if "role" in g else "none", str(len(shapes)), *numbers, ", ".join(shown))
+        )
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows)
     return "\n".join(lines)

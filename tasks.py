@@ -372,7 +372,7 @@ def get(name: str, **changes) -> Task:
     get(name, rules=()) is in SP. get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes
     of a UTF-8 file. get("my_task.py_w64_d3") imports that file.
     """
-    match = re.fullmatch(r"(.+?)_w(\d+)(?:_d(\d+))?", name)
+    match = re.fullmatch(r"(.+?)_w(\d+)(?:_d(\d+))?(?:_b(\d+))?", name)
     if not match:
         how = "a name is kind, width and depth, such as fashion8_mlp_w64_d3"
         raise ValueError(f"unknown task {name!r}: {how}; `python tasks.py` lists them all.")
@@ -385,6 +385,8 @@ def get(name: str, **changes) -> Task:
     if not match[3] and not resnet:
         raise ValueError(f"{name!r} has no depth: use {name}_d3.")
     name = f"{kind_name}_w{width}" + ("" if resnet else f"_d{depth}")
+    if match[4]:
+        name, changes = f"{name}_b{match[4]}", {"batch_size": int(match[4])} | changes
     fields = {"name": name, "width": width, "depth": depth} | kind._asdict()
     if kind.own:
         data = _own_data(kind.own, "cpu")

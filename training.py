@@ -28,7 +28,7 @@ import mulo
 import tasks
 from features import Accumulators, LossBuffer, Phi, trailing
 from mulo import LO, LOConfig, Stack, Weights
-from roles import ALL, fan_in_of, power, weights_of
+from roles import ALL, TENSOR_KINDS, area_of, fan_in_of, kind_of, power, size_factor, weights_of
 
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
@@ -54,13 +54,19 @@ def matmul_precision(precision: str | None) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def update_scales(task: tasks.Task) -> dict[str, float]:
-    """The μP factor on each tensor's update: 1/fan_in for hidden weights, 1 in SP."""
-    roles = task.roles()
-    return {
-        w.name: float(fan_in_of(w, roles[w.name])) ** power(roles[w.name], "update", task.rules)
-        for w in weights_of(task.skeleton())
-    }
+def update_scales(task: tasks.Task, config: LOConfig | None = None) -> dict[str, float]:
+    """The μP factor on each tensor's update: 1/fan_in for hidden weights, 1 in SP.
+
+    Given a learned optimizer's config, also the factors of the rules that it switches on.
+    """
+    roles, scales = task.roles(), {}
+    for w in weights_of(task.skeleton()):
+        role, fan_in = roles[w.name], fan_in_of(w, roles[w.name])
+        scales[w.name] = float(fan_in) ** power(role, "update", task.rules)
+        if config:
+            rules = config.input_base, config.by_channels
+            scales[w.name] *= size_factor(kind_of(w, role), fan_in, area_of(w), *rules)
+    return scales
 
 
 class Learned:
@@ -77,8 +83,11 @@ class Learned:
         }
         by_fan_in = config.eps == "fan_in"
         eps_scale = [1 / fan_in_of(w, roles[w.name]) if by_fan_in else 1.0 for w in weights]
-        fixed = [list(update_scales(task).values()), [0.0] * len(weights), eps_scale]
+        scales = update_scales(task, config).values()
+        fixed = [list(scales), [0.0] * len(weights), eps_scale]
         self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T)
+        kinds = [TENSOR_KINDS.index(kind_of(w, roles[w.name])) for w in weights]
+        self.kinds = torch.tensor(kinds, device=device)  # (T,)
         self._stacks: dict[str, Stack] = {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor | None = None) -> State:
@@ -115,7 +124,7 @@ class Learned:
         grads: Theta,
         losses: Tensor,  # (P,)
         t: Tensor,  # (P,), 0 at the first step
-        lr: float = 1.0,
+        lr: Tensor | float = 1.0,  # (P, 1) if nets differ
     ) -> None:
         """One step of every net, in place."""
         stacks = [self._stack(name, state, theta) for name in self.dims]
@@ -124,6 +133,8 @@ class Learned:
         if self.config.net == "velo":
             weights, alpha = self._generate(weights, state, theta, losses, values[0])
             values[1] *= alpha
+        elif self.config.multipliers:
+            values[1] *= mulo.learned_factors(weights.phi, self.kinds)
         in_order = [grads[name] for name in self.dims]
         mulo.advance_(self.config, self.backend, weights, stacks, in_order, values)
 
@@ -196,6 +207,11 @@ class Adam:
             if self.decays:
                 p.mul_(1 - trailing(lr * rates * weight_decay, p.ndim))
             p.sub_(rate_ * m / ((v.sqrt() / root_).add_(self.eps)))
+
+
+def cosine(x: Tensor | float) -> Tensor:
+    """The cosine schedule: the factor on the rate, from 1 to 0.1, at the share x of a run."""
+    return 0.55 + 0.45 * torch.cos(torch.as_tensor(torch.pi * x))
 
 
 @torch.no_grad()

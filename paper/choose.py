@@ -19,12 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import checkpoints
-import evaluate
 import metatrain
 import mulo
 import tasks
 from checkpoints import write_atomically
-from paper import report
+from paper import baselines, report
 from training import final_loss, train, with_rules
 
 # Only for choosing among meta-training seeds: widths and depths that no evaluation uses.
@@ -35,13 +34,14 @@ VALIDATION_SEEDS = [7001, 7002]
 
 
 def baselines_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
-    """Tuned values of AdamW and μAdam; where none are known, their learning rates are tuned now."""
+    """Tuned values of AdamW and μAdam; where none are known, their rates are tuned now."""
     task = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}", batch_size=r.batch_size)
-    return {
-        which: evaluate.best(which, task.kind, r.unroll)
-        or evaluate.tune(which, task, r.unroll, [9001], fixed=evaluate.USUAL, device=device)[0]
-        for which in evaluate.BASELINES
-    }
+    found = {which: baselines.best(which, task.kind, r.unroll) for which in baselines.BASELINES}
+    for which in [which for which, values in found.items() if values is None]:
+        rates = baselines.grid(which, baselines.USUAL)
+        tried = baselines.tune(which, task, r.unroll, [9001], configs=rates, device=device)
+        found[which] = tried[0]
+    return found
 
 
 def compare(
@@ -51,8 +51,8 @@ def compare(
     task = tasks.get(f"{r.kind}_w{width}_d{r.depth}", batch_size=r.batch_size)
     contenders = {r.name: (lo, r.mup), "untrained": (metatrain.new_lo(r, device), r.mup)}
     for which, values in baselines.items():
-        adam = evaluate.adam([values] * len(seeds))
-        contenders[f"tuned {evaluate.BASELINES[which]}"] = adam, which == "muadam"
+        adam = baselines.adam([values] * len(seeds))
+        contenders[f"tuned {baselines.BASELINES[which]}"] = adam, which == "muadam"
     return {
         name: train(with_rules(task, mup), optimizer, r.unroll, seeds, device=device)
         for name, (optimizer, mup) in tqdm(contenders.items(), f"comparison at width {width}")
@@ -107,7 +107,7 @@ def validate(
         if known and name in known:
             scores[name] = known[name]
             continue
-        rate = evaluate.schedule_of(schedule, steps)
+        rate = baselines.schedule_of(schedule, steps)
         losses = train(
             with_rules(task, r["mup"]), lo, steps, VALIDATION_SEEDS, schedule=rate, device=device
         )

@@ -31,6 +31,15 @@ from training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 
 
+WIDE, NARROW = (64, 256, 1024), (64, 128)
+TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
+    "c10s_mlp_w{}_d3": WIDE, "c10b_mlp_w{}_d3": WIDE, "fashion_mlp_w{}_d3": WIDE,
+    "teacher256_mlp_w{}_d3": WIDE, "teacher1024_mlp_w{}_d3": WIDE, "teacher2_mlp_w{}_d3": WIDE,
+    "teacher100_mlp_w{}_d3": WIDE, "c10_conv_w{}_d3_b16": NARROW, "c10_vit_w{}_d2_b16": NARROW,
+    "text_lm_w{}_d2_b16": NARROW,
+}  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """What is tested. The paper's widths are 2, 4 and 8 times those seen in meta-training too."""
@@ -43,6 +52,7 @@ class Suite:
     depths: tuple[int, ...] = (3, 4, 8, 16)
     steps: int = 500  # the meta-trained horizon
     horizons: tuple[int, ...] = (5, 10, 25)
+    transfer: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: TRANSFER)
     seeds: int = 5
     scale: str = "desk"
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from checkpoints import write_atomically
 from evaluate import mean_stderr, write_table
+from paper.baselines import UNTUNED
 
 LABELS = {
     "mulo_m": "μLO_M", "mulo_s": "μLO_S", "muvelo_m": "μVeLO_M", "lo_m": "LO_M", "lo_s": "LO_S",
-    "velo_m": "VeLO_M", "adamw": "AdamW", "muadam": "μAdam",
+    "velo_m": "VeLO_M", "adamw": "AdamW", "muadam": "μAdam", "mulo_x": "μLO_X", **UNTUNED,
 }  # fmt: skip
 
 
@@ -143,6 +144,10 @@ diverge (figure 6). There is no schedule on μLOs in the paper; here every optim
 constant rate μLO and LO, which know their horizon, anneal beyond it by themselves, as 1/√t (what
 that is worth is under Ablations); the others do not. Under one cosine schedule all are driven
 alike, for which AdamW and μAdam are tuned anew."""),
+    "transfer": ("Other data sets, input sizes and models", """
+Not in the paper. Learned optimizers untuned, AdamW at its default rate, with its rate tuned at each
+task's smallest width, and under a cosine with its rate tuned at every width. Nets of width 1024
+have 2 seeds."""),
     "coord": ("Coordinate check", """
 Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
 grows with it (figure 2, appendix)."""),

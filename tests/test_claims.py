@@ -6,11 +6,10 @@ import math
 import pytest
 import torch
 
-import evaluate
 import metatrain
 import training
 from evaluate import Results, contender
-from paper import claims, report
+from paper import baselines, claims, report
 
 TINY = (("steps", 2), ("pairs", 1), ("unroll", 10), ("shortest", 10), ("truncation", 5))
 SUITE = claims.Suite(
@@ -24,12 +23,12 @@ SUITE = claims.Suite(
 def tuned(tmp_path_factory):
     """Tuned values for the tiny runs, in a folder of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        known = {which: evaluate.best(which, "fashion8_mlp", 500) for which in evaluate.BASELINES}
-        patch.setattr(evaluate, "TUNED", tmp_path_factory.mktemp("tuned"))
+        known = {which: baselines.best(which, "fashion8_mlp", 500) for which in baselines.BASELINES}
+        patch.setattr(baselines, "TUNED", tmp_path_factory.mktemp("tuned"))
         for which, values in known.items():
-            evaluate.remember(which, "fashion8_mlp", 500, "constant", values)
+            baselines.remember(which, "fashion8_mlp", 500, "constant", values)
             for times in SUITE.horizons:
-                evaluate.remember(which, "fashion8_mlp", times * SUITE.steps, "cosine", values)
+                baselines.remember(which, "fashion8_mlp", times * SUITE.steps, "cosine", values)
         yield
 
 

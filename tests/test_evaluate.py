@@ -16,7 +16,7 @@ import roles
 import tasks
 import training
 from evaluate import Job, Results, contender
-from paper import choose, claims
+from paper import baselines, choose, claims
 
 ROOT = Path(__file__).parents[1]
 NAME = "fashion8_mlp_w8_d3"
@@ -40,9 +40,9 @@ def lo_m(tmp_path):
 
 
 def test_grids_are_the_papers():
-    assert len(evaluate.grid("adamw")) == 504
-    assert len(evaluate.grid("muadam")) == 512
-    rates = {k: [f"{lr:.2e}" for lr in v["lr"]] for k, v in evaluate.GRIDS.items()}
+    assert len(baselines.grid("adamw")) == 504
+    assert len(baselines.grid("muadam")) == 512
+    rates = {k: [f"{lr:.2e}" for lr in v["lr"]] for k, v in baselines.GRIDS.items()}
     for lr in ("1.00e-01", "4.92e-02", "1.19e-02", "7.02e-04", "1.00e-05"):
         assert lr in rates["adamw"]
     for lr in ("1.00e-06", "1.56e-06", "8.62e-05", "4.42e-02", "1.08e-01", "1.00e+00"):
@@ -50,48 +50,50 @@ def test_grids_are_the_papers():
 
 
 def test_tuning_sorts_by_final_loss_and_survives_divergence(monkeypatch):
-    monkeypatch.setattr(evaluate, "CHUNK", 10)
+    monkeypatch.setattr(baselines, "CHUNK", 10)
     task = tasks.get("fashion8_mlp_w16_d3", batch_size=16)
-    found = evaluate.tune("adamw", task, 20, [0, 1], fixed=evaluate.USUAL)
+    found = baselines.tune(
+        "adamw", task, 20, [0, 1], configs=baselines.grid("adamw", baselines.USUAL)
+    )
     losses = [c["loss"] for c in found]
     assert len(found) == 14
     assert losses == sorted(losses)
     assert 1e-3 < found[0]["lr"] < 0.1
-    adam = evaluate.adam([found[0]] * 2)
+    adam = baselines.adam([found[0]] * 2)
     again = training.train(training.with_rules(task, False), adam, 20, [0, 1])
     assert float(training.final_loss(again).mean()) == pytest.approx(losses[0], rel=1e-4)
     monkeypatch.setattr(training, "train", lambda *a, copies, **k: torch.tensor([[math.nan, 1, 2]]))
-    monkeypatch.setitem(evaluate.GRIDS, "adamw", {"lr": [0.1, 0.2, 0.3]})
-    found = evaluate.tune("adamw", task, 1, [0], fixed=evaluate.USUAL)
+    monkeypatch.setitem(baselines.GRIDS, "adamw", {"lr": [0.1, 0.2, 0.3]})
+    found = baselines.tune("adamw", task, 1, [0], configs=baselines.grid("adamw", baselines.USUAL))
     assert [c["lr"] for c in found] == [0.2, 0.3, 0.1]
 
 
 def test_tuned_values_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
-    assert evaluate.best("adamw", "fashion8_mlp", 500) is None
-    assert evaluate.best("muadam", "lm", 1000)["lr"] == 0.1077  # the paper's
-    evaluate.remember("muadam", "lm", 1000, "cosine", VALUES | {"loss": 1.0})
-    evaluate.remember("adamw", "lm", 1000, "cosine", VALUES | {"lr": 0.25})
-    assert evaluate.best("muadam", "lm", 1000, "cosine") == VALUES | {"loss": 1.0}
-    assert evaluate.best("adamw", "lm", 1000, "cosine")["lr"] == 0.25
-    assert evaluate.best("muadam", "lm", 1000)["lr"] == 0.1077
+    monkeypatch.setattr(baselines, "TUNED", tmp_path)
+    assert baselines.best("adamw", "fashion8_mlp", 500) is None
+    assert baselines.best("muadam", "lm", 1000)["lr"] == 0.1077  # the paper's
+    baselines.remember("muadam", "lm", 1000, "cosine", VALUES | {"loss": 1.0})
+    baselines.remember("adamw", "lm", 1000, "cosine", VALUES | {"lr": 0.25})
+    assert baselines.best("muadam", "lm", 1000, "cosine") == VALUES | {"loss": 1.0}
+    assert baselines.best("adamw", "lm", 1000, "cosine")["lr"] == 0.25
+    assert baselines.best("muadam", "lm", 1000)["lr"] == 0.1077
     with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp --steps 10 --sch"):
         job(contender("muadam"), 10, [0], "cosine")
 
 
 def test_shipped_values_are_of_the_full_grid():
     for which, size in (("adamw", 504), ("muadam", 512)):
-        found = evaluate.best(which, "fashion8_mlp", 500)
+        found = baselines.best(which, "fashion8_mlp", 500)
         assert (found["configurations"], found["width"]) == (size, 64)
 
 
 def test_schedules():
-    cosine = evaluate.schedule_of("cosine", 100)
+    cosine = baselines.schedule_of("cosine", 100)
     for t, factor in ((0, 1), (50, 0.55), (100, 0.1)):
         assert cosine(t) == pytest.approx(factor)
-    assert evaluate.schedule_of("constant", 100) is None
+    assert baselines.schedule_of("constant", 100) is None
     with pytest.raises(ValueError, match="use constant or cosine"):
-        evaluate.schedule_of("linear", 100)
+        baselines.schedule_of("linear", 100)
 
 
 # ---------------------------------------------------------------- jobs and results
@@ -201,12 +203,12 @@ def test_a_registered_task_is_known_by_its_file(tmp_path, monkeypatch, lo_m):
 
 def test_baselines_tuned_for_these_steps_will_do(tmp_path, monkeypatch):
     """Where the meta-trained horizon has not been tuned for, which comes first."""
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
-    evaluate.remember("adamw", "fashion8_mlp", 7, "constant", VALUES | {"lr": 0.7})
+    monkeypatch.setattr(baselines, "TUNED", tmp_path)
+    baselines.remember("adamw", "fashion8_mlp", 7, "constant", VALUES | {"lr": 0.7})
     assert job(contender("adamw"), 7, [0]).values["lr"] == 0.7
     with pytest.raises(ValueError, match="adamw is not tuned for fashion8_mlp"):
         job(contender("adamw"), 8, [0])
-    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
+    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
     assert job(contender("adamw"), 7, [0]).values["lr"] == VALUES["lr"]
 
 
@@ -219,10 +221,10 @@ def test_two_evaluations_may_write_to_one_folder(tmp_path, lo_m):
 
 def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
     """A job keeps the values it was made with, and is kept under them."""
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
-    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
+    monkeypatch.setattr(baselines, "TUNED", tmp_path)
+    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
     first = job(contender("adamw"), 4, [0])
-    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1.0})
+    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1.0})
     second = job(contender("adamw"), 4, [0])
     assert first.keys() != second.keys()
     results = Results(tmp_path)
@@ -260,8 +262,8 @@ def test_jobs_that_cannot_be(lo_m):
 
 
 def test_divergence_is_a_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
-    evaluate.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1e30})
+    monkeypatch.setattr(baselines, "TUNED", tmp_path)
+    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1e30})
     diverges = job(contender("adamw"), 120, [0])
     assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])
     assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])  # read from the file
@@ -311,9 +313,9 @@ def test_messages(tmp_path, complaint):
 def test_commands(tmp_path, monkeypatch, capsys):
     """Tune, train on a task, test a claim, validate, choose: each says so, and leaves its files."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path / "results" / "tuned")
-    for which in evaluate.BASELINES:
-        evaluate.remember(which, "fashion8_mlp", 500, "constant", VALUES)
+    monkeypatch.setattr(baselines, "TUNED", tmp_path / "results" / "tuned")
+    for which in baselines.BASELINES:
+        baselines.remember(which, "fashion8_mlp", 500, "constant", VALUES)
     tiny = claims.Suite(
         ("mulo_m",), ("fashion8_mlp",), widths=(8,), depths=(3, 4), steps=10, seeds=2
     )

@@ -14,6 +14,7 @@ import metatrain
 import pes
 import roles
 import tasks
+import training
 from pes import pes_gradient
 
 ROOT = Path(__file__).parents[1]
@@ -340,6 +341,54 @@ def test_gradients_by_independent_bookkeeping(name):
                 trainer.phi.grad, scale * expected, rtol=1e-3, atol=1e-4 * float(scale)
             )
             assert float(trainer.phi.grad.norm()) <= 1.0001
+
+
+def test_late_losses_weigh_more():
+    """With late=1 a loss counts 2t/T times: the same truncation, weighted by hand."""
+    plain, late = trainer_of(), trainer_of(late=1.0)
+    for _ in range(3):
+        [a], [b] = plain.particles[0], late.particles[0]
+        delta = a.truncation(plain.phi.detach())[0]
+        weighted = b.truncation(late.phi.detach())[0]
+        assert torch.equal(a.t, b.t)
+    assert delta.any()
+    t = a.t - torch.arange(len(delta), 0, -1).unsqueeze(1)  # (T, n), where no unroll began
+    running = (t >= 0).all(0)
+    assert running.any()
+    expected = delta * 2 * t / a.length
+    torch.testing.assert_close(weighted[:, running], expected[:, running])
+
+
+def test_the_cosine_drives_some_pairs():
+    """With cosine=0.5 the first half of the pairs train under the schedule, as `train` has it."""
+    rates, step = [], training.Learned.step
+
+    def spy(self, *args):
+        rates.append(args[-1])
+        step(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.Learned, "step", spy)
+        trainer = trainer_of(cosine=0.5)
+        [particles] = trainer.particles[0]
+        particles.truncation(trainer.phi.detach())
+    n, lr = len(particles.t), rates[-1].flatten()
+    share = (particles.t - 1) / particles.length
+    assert torch.equal(lr[:n], lr[n:])
+    torch.testing.assert_close(lr[: n // 2], training.cosine(share[: n // 2]))
+    assert (lr[n // 2 : n] == 1).all()
+
+
+def test_a_mixture_takes_its_tasks_in_turn():
+    """Two of three tasks at each outer step, and no gradient above the clip dominates."""
+    names = ("fashion8_mlp_w8_d2", "teacher_mlp_w8_d3_b8", "fashion8_mlp_w4_d4_b32")
+    trainer = trainer_of(mixture=names, per_step=2, input_base=64.0, multipliers=True)
+    assert [task.batch_size for task in trainer.tasks] == [64, 8, 32]
+    rows = [trainer.advance() for _ in range(3)]
+    seen = [[np.isfinite(row[f"loss_{name}"]) for name in names] for row in rows]
+    assert seen == [[True, True, False], [True, False, True], [False, True, True]]
+    assert all(row["grad_norm"] <= 1 for row in rows)
+    assert trainer.result().config.input_base == 64
 
 
 def test_schedule_of_the_rate():

@@ -10,7 +10,17 @@ from torch import nn
 from user_models import MLP, ConvNet, Transformer, loss_of, task
 
 import mulo
-from roles import ALL, LAYERS, TABLES, coordinate_check, weights_of
+from optimizees import datasets
+from roles import (
+    ALL,
+    LAYERS,
+    TABLES,
+    TENSOR_KINDS,
+    coordinate_check,
+    size_factor,
+    slope,
+    weights_of,
+)
 
 FAMILIES = [MLP, ConvNet, Transformer]
 
@@ -337,17 +347,17 @@ def test_roles_by_hand_and_their_errors():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rules", [ALL, ()])
-def test_groups_have_names_and_roles(family, rules):
-    """Names are parallel to params; a group says every role in it, two if they share it."""
+def test_groups_have_names_roles_and_kinds(family, rules):
+    """Names are parallel to params; all tensors of a group have its role and its kind."""
     model, roles, seen = family(8), roles_of(family), set()
     for group in mulo.param_groups(model, roles, rules):
         named = dict(zip(group["names"], group["params"], strict=True))
         assert all(model.get_parameter(name) is p for name, p in named.items())
-        assert set(group["role"].split(", ")) == {roles[name] for name in named}
+        assert {group["role"]} == {roles[name] for name in named}
+        assert group["kind"] in TENSOR_KINDS
+        assert group["kind"] != "norm" or group["role"] == "input"
         seen |= named.keys()
     assert seen == roles.keys()
-    shared = [g["role"] for g in mulo.param_groups(MLP(8), roles_of(MLP), ())]
-    assert "hidden, output" in shared  # both of fan_in 8, and in SP nothing else tells them apart
 
 
 def test_the_table_of_groups():
@@ -358,9 +368,9 @@ def test_the_table_of_groups():
     opt.param_groups[0]["lr"] = torch.tensor(0.5)
     assert repr(opt).splitlines() == [
         "MuLO (small_fc)",
-        "role    tensors  scale  lr   shapes",
+        "kind    tensors  scale  lr   shapes",
         "input   1        1      0.5  8x3",
-        "input   5        1      1    8 (4), 2",
+        "bias    5        1      1    8 (4), 2",
         "hidden  3        0.125  1    8x8 (3)",
         "output  1        1      1    2x8",
     ]
@@ -428,3 +438,49 @@ def test_coordinate_check(family):
     out = "6" if family is MLP else "head"
     for rules, layer in ((("init", "multiplier"), hidden), (("init", "update"), out)):
         assert check(family, rules, widths=(64, 256)).slopes[layer][-1] > 0.5
+
+
+def drift_by_input_size(input_base):
+    """Slope of the first layer's drift against the size of images, after five steps."""
+
+    def drift(side):
+        def build(width):
+            return nn.Sequential(nn.Linear(side**2, width), nn.ReLU(), nn.Linear(width, 10))
+
+        gen, roles = torch.Generator().manual_seed(0), mulo.infer_roles(build, 64)
+        model = mulo.init_(build(64), roles, generator=gen)
+        x, y = datasets.load("fashion10k", size=side).batch(gen, 64)
+        lo = mulo.load("mulo_m", input_base=input_base)
+        opt, x = mulo.MuLO(mulo.param_groups(model, roles), lo), x.flatten(1)
+        before = model[0](x)
+        for _ in range(5):
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+        return (model[0](x) - before).detach().std()
+
+    sides = [8, 14, 28]
+    return float(slope([side**2 for side in sides], torch.stack([drift(n) for n in sides])))
+
+
+def test_coordinate_check_against_input_size():
+    """With the input rule the first layer moves as far for images of any size."""
+    assert abs(drift_by_input_size(64.0)) <= 0.1
+    assert drift_by_input_size(None) > 0.5
+
+
+def test_factors_beyond_the_paper():
+    """Only input layers and hidden convolutions have one, and only if the config says so."""
+
+    def build(width):
+        body = nn.Conv2d(width, width, 3), nn.GroupNorm(2, width), nn.Flatten()
+        return nn.Sequential(nn.Conv2d(2, width, 5), *body, nn.Linear(width, 3))
+
+    groups = mulo.param_groups(build(8), mulo.infer_roles(build, 8))
+    found = {g["kind"]: g for g in groups}
+    assert set(found) == {"input", "conv", "output", "norm", "bias"}
+    assert (found["input"]["fan_in"], found["conv"]["area"]) == (50, 9)
+    for kind, g in found.items():
+        at = kind, g["fan_in"], g["area"]
+        assert size_factor(*at, None, False) == 1
+        assert size_factor(*at, 100.0, True) == {"input": 2, "conv": 9}.get(kind, 1)

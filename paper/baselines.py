@@ -1,0 +1,190 @@
+"""Baselines: AdamW and μAdam, tuned over the paper's grids, and what tuning found.
+
+    best("adamw", "fashion8_mlp", 500)          # from results/tuned/fashion8_mlp.json
+    Tuning("adamw", "c10s_mlp_w64_d3", 500, "cosine").run()
+
+Paper: appendix B. `adamw` and `muadam` are tuned at one width and keep their values at all others;
+`adamw_default` is AdamW as torch has it, `adamw_oracle` is AdamW whose rate is tuned at each width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import metatrain
+import tasks
+import training
+from checkpoints import write_atomically
+
+TUNED = Path(__file__).parents[1] / "results" / "tuned"
+SCHEDULES = ("constant", "cosine")
+BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam with the rules of μP
+UNTUNED = {"adamw_default": "AdamW, default", "adamw_oracle": "AdamW, every width"}
+GRIDS = {  # the paper's tables: 504 and 512 configurations
+    "adamw": {
+        "lr": torch.logspace(-1, -5, 14).tolist(), "b1": [0.9, 0.95, 0.99],
+        "b2": [0.95, 0.99, 0.999], "weight_decay": [0.1, 0.01, 0.001, 0.0001],
+    },
+    "muadam": {
+        "lr": torch.logspace(-6, 0, 32).tolist(), "b1": [0.85, 0.9, 0.95, 0.99],
+        "b2": [0.9, 0.95, 0.99, 0.999], "weight_decay": [0.0],
+    },
+}  # fmt: skip
+FIELDS = ("lr", "b1", "b2", "weight_decay")
+USUAL = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
+DEFAULT = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
+RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][19::2]}  # `Tuning`'s
+PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
+    ("adamw", "lm"): (7.02e-4, 0.9, 0.99, 0.001),
+    ("adamw", "vit"): (1.70e-4, 0.9, 0.999, 0.01),
+    ("adamw", "in32_mlp"): (7.02e-4, 0.9, 0.999, 0.01),
+    ("adamw", "in64_mlp"): (7.02e-4, 0.9, 0.99, 0.001),
+    ("adamw", "c10_mlp"): (2.89e-3, 0.9, 0.95, 0.0001),
+    ("muadam", "lm"): (0.1077, 0.85, 0.999, 0.0),
+    ("muadam", "vit"): (0.044173, 0.85, 0.999, 0.0),
+    ("muadam", "in32_mlp"): (0.044173, 0.85, 0.999, 0.0),
+    ("muadam", "in64_mlp"): (0.028289, 0.85, 0.99, 0.0),
+    ("muadam", "c10_mlp"): (0.1473, 0.9, 0.95, 0.0),
+}
+CHUNK = 64  # nets that are tuned side by side
+
+
+def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
+    """The factor on the learning rate at step t; "cosine" decays from 1 to 0.1 over the run."""
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
+    if name == "constant":
+        return None
+    return lambda t: float(training.cosine(t / steps))
+
+
+def adam(values: list[dict]) -> Callable[[tasks.Task], training.Adam]:
+    """A baseline for `training.train`, with the hyperparameters of each net."""
+    columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
+    return lambda task: training.Adam(task, **columns)
+
+
+def grid(which: str, fixed: dict | None = None) -> list[dict]:
+    """All configurations of the paper's grid, or its learning rates with the rest fixed."""
+    if fixed:
+        return [{**fixed, "lr": lr} for lr in GRIDS[which]["lr"]]
+    return [dict(zip(FIELDS, v, strict=True)) for v in itertools.product(*GRIDS[which].values())]
+
+
+def tune(
+    which: str,
+    task: tasks.Task,
+    steps: int,
+    seeds: list[int],
+    schedule: str = "constant",
+    configs: list[dict] | None = None,  # by default the paper's grid
+    device: str = "cpu",
+) -> list[dict]:
+    """Every configuration with its final loss (mean over the seeds), best first."""
+    task, found = training.with_rules(task, which == "muadam"), []
+    configs = configs or grid(which)
+    size = max(1, CHUNK // len(seeds))
+    for start in tqdm(range(0, len(configs), size), f"{BASELINES[which]} on {task.name}"):
+        some = configs[start : start + size]
+        losses = training.train(
+            task, adam([values for values in some for _ in seeds]), steps, seeds, copies=len(some),
+            schedule=schedule_of(schedule, steps), device=device,
+        )  # fmt: skip
+        scores = training.final_loss(losses).view(len(some), len(seeds)).mean(1)
+        found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
+    return sorted(found, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
+
+
+def _key(which: str, steps: int, schedule: str, width: int | None) -> str:
+    return f"{which}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
+
+
+def remember(
+    which: str, kind: str, steps: int, schedule: str, entry: dict, width: int | None = None
+) -> Path:
+    """Keep what tuning found in results/tuned/<kind>.json, for one width if one is given."""
+    path = TUNED / f"{kind}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[_key(which, steps, schedule, width)] = entry
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    return path
+
+
+def best(
+    which: str, kind: str, steps: int, schedule: str = "constant", width: int | None = None
+) -> dict | None:
+    """The tuned values for tasks of this kind: found by `tune`, else the paper's, else None."""
+    path, key = TUNED / f"{kind}.json", _key(which, steps, schedule, width)
+    if path.exists() and key in (known := json.loads(path.read_text())):
+        return known[key]
+    if schedule == "constant" and (which, kind) in PAPER and not width:
+        return dict(zip(FIELDS, PAPER[which, kind], strict=True))
+    return None
+
+
+def tuned(which: str, task: tasks.Task, steps: int, schedule: str) -> dict:
+    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps."""
+    if which == "adamw_default":
+        return DEFAULT
+    horizons = [metatrain.recipe("mulo_m", scale).unroll for scale in metatrain.SCALES]
+    width = task.width if which == "adamw_oracle" else None
+    which = "adamw" if width else which
+    for length in [steps] if width or schedule != "constant" else [*horizons, steps]:
+        if values := best(which, task.kind, length, schedule, width):
+            return {k: values[k] for k in FIELDS}
+    kind = (task.own and task.own.file) or task.kind
+    flags = " --scale paper" if (which, kind) in PAPER else ""
+    if width:
+        flags += f" --width {width} --every-width"
+    if schedule != "constant":
+        flags += f" --steps {steps} --schedule {schedule} --rates-only"
+    raise ValueError(f"{which} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """A search for a baseline's rate, as a job for `evaluate.Results.execute`."""
+
+    which: str  # "adamw" or "muadam"
+    task: str
+    steps: int
+    schedule: str = "constant"
+    every_width: bool = False  # the values hold for this width alone
+    seeds: tuple[int, ...] = (5001,)
+
+    def __str__(self) -> str:
+        return f"tuning {self.which} on {self.task}"
+
+    def key(self) -> tuple:
+        task = tasks.get(self.task)
+        width = task.width if self.every_width else None
+        return self.which, task.kind, self.steps, self.schedule, width
+
+    def known(self) -> bool:
+        return best(*self.key()) is not None
+
+    def cost(self) -> int:
+        task = tasks.get(self.task)
+        nets = len(self.seeds) * len(RATES[self.which])
+        return self.steps * nets * (task.depth * task.width**2 + 20_000)
+
+    def run(self, device: str = "cpu", backend: str = "auto") -> dict:
+        task = tasks.get(self.task)
+        configs = [{**USUAL, "lr": lr} for lr in RATES[self.which]]
+        rest = self.steps, list(self.seeds), self.schedule, configs, device
+        found = tune(self.which, task, *rest)
+        about = {"width": task.width, "depth": task.depth, "seeds": len(self.seeds)}
+        return found[0] | about | {"configurations": len(configs)}
+
+    def keep(self, entry: dict, command: str) -> None:
+        which, kind, steps, schedule, width = self.key()
+        remember(which, kind, steps, schedule, entry | {"command": command}, width)

@@ -1,0 +1,142 @@
+"""Transfer: tasks that no shipped optimizer was meta-trained on, against AdamW of several kinds.
+
+    found = transfer(Suite(), Results(Path("results")))       # `python evaluate.py transfer`
+
+Beyond the paper. Learned optimizers run untuned, at a constant rate and under a cosine schedule.
+AdamW and μAdam have their rate tuned at each task's smallest width; `adamw_oracle` under the cosine
+has it tuned at every width, and `adamw_default` is torch's AdamW as it comes. What is not yet tuned
+is tuned first, over `baselines.RATES`. CIFAR-10 and a text are read from $MULO_DATA.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from itertools import product
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+import training
+from evaluate import Job, Results, contender
+from paper.baselines import Tuning
+from paper.claims import EXPERIMENTS, Suite, cells, guess, ranked
+from paper.report import Finding, colour, label
+
+HELD_OUT = ("c10", "text")  # data sets that mulo_x was not meta-trained on
+ENTRANTS = [  # optimizer, schedule
+    *(("mulo_m", s) for s in ("constant", "cosine")),
+    *(("mulo_x", s) for s in ("constant", "cosine")),
+    *((name, "constant") for name in ("muvelo_m", "adamw", "muadam", "adamw_default")),
+    ("adamw_oracle", "cosine"),
+]
+FEWER = 2  # seeds of the widest MLPs
+
+
+def tune_missing(suite: Suite, results: Results) -> None:
+    """Tune the baselines that have no values yet; each is kept as it is found."""
+    missing = []
+    for name, widths in suite.transfer.items():
+        small = name.format(widths[0])
+        some = [Tuning(which, small, suite.steps) for which in ("adamw", "muadam")]
+        some += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
+        missing += [tuning for tuning in some if not tuning.known()]
+    for tuning, entry in results.execute(missing, "tuning"):
+        tuning.keep(entry, shlex.join(["python", *sys.argv]))
+
+
+def transfer(suite: Suite, results: Results) -> Finding:
+    """Untuned on other data sets, input sizes and models, against AdamW of several kinds."""
+    tune_missing(suite, results)
+    given = suite.contenders()
+    who = {name: given.get(name) or contender(name) for name, _ in ENTRANTS}
+    jobs = {}
+    for name, widths in suite.transfer.items():
+        for w, (optimizer, schedule) in product(widths, ENTRANTS):
+            seeds = tuple(range(min(FEWER, suite.seeds) if w >= 1024 else suite.seeds))
+            task = name.format(w)
+            jobs[name, w, optimizer, schedule] = Job(
+                who[optimizer], task, suite.steps, schedule, seeds
+            )
+    results.run(jobs.values(), "transfer")
+    final = {}
+    for (name, w, *entrant), job in jobs.items():
+        bound = guess(job.get_task().kind)
+        loss = training.final_loss(results.losses(job)).nan_to_num(bound).clamp_max(bound)
+        final.setdefault((name, w), {})[tuple(entrant)] = loss
+    found = Finding(2, ("task", "optimizer", "schedule", "loss", "stderr"))
+    for (name, w), by_entrant in final.items():
+        for entrant, x in by_entrant.items():
+            found.rows.append([name.format(w), *entrant, *cells(x)])
+    describe(found, final)
+    return found
+
+
+def average_ranks(final: dict, entrants: list, held_out: bool = False) -> dict[tuple, float]:
+    """Average rank of each entrant over the tasks and widths, best first."""
+    rows = []
+    for (name, _), losses in final.items():
+        if not held_out or name.startswith(HELD_OUT):
+            rows.append(ranked(torch.stack([losses[e].mean() for e in entrants])))
+    means = torch.stack(rows).mean(0).tolist()
+    return dict(sorted(zip(entrants, means, strict=True), key=lambda x: x[1]))
+
+
+def ahead(final: dict, a: tuple, b: tuple) -> float:
+    """Mean over tasks and widths of log(loss of a / loss of b): below 0 if a is ahead."""
+    return fmean(math.log(float(x[a].mean() / x[b].mean())) for x in final.values())
+
+
+def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
+    """Add sentences, checks and the figure."""
+    constant = [e for e in ENTRANTS if e[1] == "constant"]
+    everyone, held_out = average_ranks(final, ENTRANTS), average_ranks(final, ENTRANTS, True)
+    plain = average_ranks(final, constant)
+    for what, ranks in (
+        ("constant rates", plain),
+        ("all", everyone),
+        ("all, on data that mulo_x has not seen", held_out),
+    ):
+        parts = (f"{entrant(e)} {rank:.2f}" for e, rank in ranks.items())
+        found.said.append(f"Average rank, {what}: {', '.join(parts)}.")
+    m, m_cosine, x_cosine = ("mulo_m", "constant"), ("mulo_m", "cosine"), ("mulo_x", "cosine")
+    oracle, default = ("adamw_oracle", "cosine"), ("adamw_default", "constant")
+    worse = [
+        name.format(w)
+        for (name, w), x in final.items()
+        if float(x[m].mean()) > float(x[default].mean())
+    ]
+    found.said.append(
+        f"μLO_M ends above AdamW at its default rate on {', '.join(worse) or 'no task'}."
+    )
+    for name in ("adamw", "muadam"):
+        claim = f"μLO_M, untuned, has a better average rank than {label(name)} tuned at one width"
+        found.checks[claim] = plain[m] < plain[name, "constant"]
+    found.checks |= {
+        "μLO_M, untuned, is nowhere behind AdamW at its default rate": not worse,
+        "μLO_X with a cosine is first on data it has not seen": next(iter(held_out)) == x_cosine,
+        "μLO_X with a cosine is ahead of AdamW with a cosine retuned at every width, on data it "
+        "has not seen": held_out[x_cosine] < held_out[oracle],
+        "μLO_M with a cosine is ahead of AdamW with a cosine retuned at every width, on "
+        "average": ahead(final, m_cosine, oracle) < 0,
+    }
+    for ax, (title, ranks) in zip(
+        found.axes, (("all tasks", everyone), ("data not seen by μLO_X", held_out)), strict=True
+    ):
+        names = list(ranks)[::-1]
+        colours = [colour(name) for name, _ in names]
+        hatches = ["//" if schedule == "cosine" else "" for _, schedule in names]
+        ax.barh(
+            [entrant(e) for e in names], [ranks[e] for e in names], color=colours, hatch=hatches
+        )
+        ax.set(xlabel="average rank", title=title)
+
+
+def entrant(e: tuple[str, str]) -> str:
+    name, schedule = e
+    return label(name) + (", cosine" if schedule == "cosine" else "")
+
+
+EXPERIMENTS["transfer"] = transfer
