@@ -20,7 +20,7 @@ import tasks
 import training
 from optimizees import datasets
 from optimizees.models import MLP
-from roles import ALL, NORMS, _layer_outputs, coordinate_check, weights_of
+from roles import ALL, NORMS, coordinate_check, weights_of
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ["fashion8_mlp_w64_d3", "fashion_vit_w32_d2", "pixels_lm_w32_d2", "fashion_resnet_w32"]
@@ -267,55 +267,6 @@ def test_stacked_is_a_loop(name, dtype, shared):
                 torch.testing.assert_close(g[k], p.grad, rtol=1e-5, atol=1e-9, msg=n)
             else:
                 assert float((g[k] - p.grad).norm()) <= 1e-5 * float(p.grad.norm()) + 1e-9, n
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_stacked_nets_do_not_interact(name):
-    """The gradient of one net's loss is zero in all other nets, and not in its own."""
-    task = tasks.get(name)
-    params = task.init(3, seeded(), zero_output=False)
-    params = {n: p.requires_grad_() for n, p in params.items()}
-    losses = task.losses(params, task.data().batch(seeded(1), 4, 3))
-    for n, g in zip(params, torch.autograd.grad(losses[1], list(params.values())), strict=True):
-        assert g[1].any(), n
-        assert not g[[0, 2]].any(), n
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_layers_see_stacked_nets(name):
-    """Forward hooks see (P, b, ...), equal to what they see in single nets."""
-    P, task = 3, tasks.get(name)
-    x = task.data().batch(seeded(1), 4)[0]
-    theta = task.init(P, seeded(), zero_output=False)
-    seen = evaluate.pre_activations(task, theta, x)
-    model = task.skeleton().to_empty(device="cpu")
-    for k in range(P):
-        model.load_state_dict({n: p[k] for n, p in theta.items()})
-        single = _layer_outputs(model, x)
-        assert seen.keys() == single.keys()
-        for layer, y in single.items():
-            torch.testing.assert_close(seen[layer][k], y, rtol=1e-4, atol=1e-5, msg=layer)
-
-
-def test_stacked_resnets_have_every_kind_of_convolution():
-    """What test_stacked_is_a_loop compares: strides 1 and 2, skips by 1x1 convolutions."""
-    model = tasks.get("fashion_resnet_w32").skeleton()
-    convs = {(m.kernel_size, m.stride) for m in model.modules() if isinstance(m, nn.Conv2d)}
-    assert convs == {((3, 3), (1, 1)), ((3, 3), (2, 2)), ((1, 1), (2, 2))}
-
-
-def test_stacked_lms_are_causal_and_padding_does_not_count():
-    task = tasks.get("pixels_lm_w32_d2")
-    params = task.init(2, seeded(), zero_output=False)
-    x, y, _ = task.data().batch(seeded(1), 3, 2)
-    changed = x.clone()
-    changed[..., 40:] = (changed[..., 40:] + 1) % 17
-    early = (torch.arange(64) < 40).expand_as(y)
-    late = early.logical_not()
-    for mask, same in ((early, True), (late, False)):
-        before, after = (task.losses(params, (tokens, y, mask)) for tokens in (x, changed))
-        assert torch.allclose(before, after, rtol=1e-5, atol=0) == same
-    assert not task.losses(params, (x, y, torch.zeros_like(mask))).any()
 
 
 @pytest.mark.parametrize("name", ["fashion_mlp_w16_d3", "teacher_mlp_w16_d3", *FAMILIES])
