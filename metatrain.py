@@ -125,6 +125,17 @@ DESK_VELO = {  # a bank of 256, as in the authors' VeLO: small ones make large M
     "anneal": 0.0,
 }  # fmt: skip
 DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: 0.001 kills SP nets before PES sees why
+MIXTURE = (  # small images, teachers and, for the learned multipliers, other families
+    "fashion8_mlp_w32_d3", "fashion_conv_w16_d3_b16", "teachera_mlp_w32_d3_b32",
+    "fashion14_mlp_w48_d2_b32", "pixels_lm_w24_d2_b4", "teacherb_mlp_w48_d2",
+    "fashion8_mlp_w64_d5_b16", "fashion_vit_w24_d2_b4", "teacherc_mlp_w16_d3",
+    "fashion_mlp_w24_d4", "teacherb_mlp_w16_d4_b16",
+)  # fmt: skip
+GENERAL = {
+    "mixture": MIXTURE, "per_step": 4, "late": 0.5, "cosine": 0.5,
+    "input_base": 64.0, "by_channels": True, "multipliers": True,
+    "unroll": 2000, "shortest": 100, "steps": 2500, "warmup": 100, "lr": 3e-3, "lr_end": 3e-4,
+}  # fmt: skip
 RECIPES = {
     "mulo_s": {},
     "mulo_m": {},
@@ -132,6 +143,7 @@ RECIPES = {
     "lo_s": SP,
     "lo_m": SP,
     "velo_m": VELO | SP,
+    "mulo_x": GENERAL,
 }
 
 

@@ -12,9 +12,10 @@
 Paper: the tables "Meta-testing settings" and of the ResNets. A name is kind, width and depth, and
 any width and depth will do; a resnet always has 18 layers, so its name has no depth. The paper's
 kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet at 32x32) and lm (LM1B). Ours are the
-same models on data that needs no download (fashion, fashion8, pixels, teacher), on CIFAR-10
-(c10_vit, c10_resnet), and on any text (text_lm). A task has its parametrization in `rules`: μP, SP
-or anything between. optimizees/ has the models and the data sets.
+same models and a small conv net on data that needs no download (fashion, pixels, teacher), on
+CIFAR-10 (c10s and c10_conv at 16x16, c10b with small batches), and on any text (text_lm). A suffix
+such as _b16 sets the batch size. A task has its parametrization in `rules`: μP, SP or anything
+between. optimizees/ has the models and the data sets.
 
 A kind of your own is registered by a file, whose path then stands for the kind everywhere
 (examples/own_task.py is one, a regression in 20 lines):
@@ -66,7 +67,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from optimizees import datasets, files
-from optimizees.models import LM, MLP, ResNet, ViT
+from optimizees.models import LM, MLP, ConvNet, ResNet, ViT
 from roles import ALL, infer_roles, initial_std, multiply_outputs_, weights_of
 
 Params = dict[str, Tensor]
@@ -77,10 +78,10 @@ class Task:
     """A model, its parametrization and its data. `get` makes a task from its name."""
 
     name: str
-    family: str  # "mlp", "vit", "lm", "resnet" or "own"
+    family: str  # "mlp", "vit", "lm", "resnet", "conv" or "own"
     dataset: str  # a name for datasets.load
     width: int
-    depth: int  # weight layers (mlp), blocks (vit, lm); a resnet has 18 layers
+    depth: int  # weight layers (mlp), blocks (vit, lm), convolutions; a resnet has 18 layers
     shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (length,)
     classes: int  # or the vocabulary size
     batch_size: int
@@ -120,6 +121,8 @@ class Task:
             return MLP(math.prod(self.shape), self.classes, width, self.depth)
         if self.family == "resnet":
             return ResNet(self.shape[0], self.classes, width)
+        if self.family == "conv":
+            return ConvNet(self.shape[0], self.classes, width, self.depth)
         transformer = (width, self.depth, self.heads)
         if self.family == "vit":
             return ViT(self.shape, self.classes, *transformer, self.patch, logit_power)
@@ -283,10 +286,19 @@ KINDS = {
     "resnet": Kind("resnet", "imagenet32", (3, 32, 32), 1000, 128),
     "fashion_mlp": Kind("mlp", "fashion10k", (1, 28, 28), 10, 128),
     "fashion8_mlp": Kind("mlp", "fashion10k", (1, 8, 8), 10, 64, size=8),
+    "fashion14_mlp": Kind("mlp", "fashion10k", (1, 14, 14), 10, 64, size=14),
     "teacher_mlp": Kind("mlp", "teacher", (64,), 10, 64),
+    **{
+        f"teacher{name}_mlp": Kind("mlp", f"teacher{name}", (x["dim"],), x["classes"], 64)
+        for name, x in datasets.TEACHERS.items()
+    },
     "fashion_vit": Kind("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2, size=14),
     "pixels_lm": Kind("lm", "pixels", (64,), datasets.GREYS + 1, 64),
     "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64, size=14),
+    "fashion_conv": Kind("conv", "fashion10k", (1, 14, 14), 10, 64, size=14),
+    "c10s_mlp": Kind("mlp", "cifar10", (3, 16, 16), 10, 64, size=16),
+    "c10b_mlp": Kind("mlp", "cifar10", (3, 32, 32), 10, 64),
+    "c10_conv": Kind("conv", "cifar10", (3, 16, 16), 10, 64, size=16),
     "c10_vit": Kind("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
     "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
     "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),
@@ -305,7 +317,7 @@ DEEP = {  # the paper's deep tasks, and where they differ from their kind
 PAPER = [f"{kind}_w{w}_d3" for kind, widths in WIDTHS.items() for w in widths]
 PAPER += [*DEEP, *(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048))]
 DESK = [f"{kind}_mlp_w{w}_d3" for kind in ("fashion", "fashion8", "teacher") for w in (16, 32, 64)]
-DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64"]
+DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64", "fashion_conv_w32_d3"]
 
 
 def default_heads(width: int) -> int:

@@ -37,6 +37,16 @@ FASHION = (72.9404,), (90.0212,)
 CIFAR10 = (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
 IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 GREYS = 16  # grey levels of the data set "pixels"
+TEACHERS = {  # teacher256 and so on: `Teacher` of other sizes; the letters are for meta-training
+    "256": {"dim": 256, "classes": 10, "seed": 1},
+    "1024": {"dim": 1024, "classes": 10, "seed": 2},
+    "2": {"dim": 64, "classes": 2, "seed": 3},
+    "100": {"dim": 64, "classes": 100, "seed": 4},
+    "a": {"dim": 32, "classes": 4, "seed": 11, "alpha": 0.0, "temperature": 3.0},
+    "b": {"dim": 128, "classes": 20, "seed": 12, "alpha": 1.0, "temperature": 9.0},
+    "c": {"dim": 512, "classes": 200, "seed": 13, "alpha": 0.5, "temperature": 12.0},
+    "v": {"dim": 192, "classes": 5, "seed": 14, "alpha": 0.7},  # for validation
+}
 
 Batch = tuple[Tensor, ...]
 Generators = torch.Generator | Sequence[torch.Generator]
@@ -224,8 +234,8 @@ def load(
 
     fashion10k, the default, is Fashion-MNIST's 10,000 *test* images. It is in the repository, so
     that everything runs at once; it is not the paper's data. pixels is fashion10k as a language: a
-    start token, then seq_len pixels of 16 grey levels, row by row. teacher is procedural (see
-    `Teacher` for other sizes and seeds). The others are read from data_dir (default: $MULO_DATA,
+    start token, then seq_len pixels of 16 grey levels, row by row. teacher is procedural (TEACHERS
+    has those of other sizes). The others are read from data_dir (default: $MULO_DATA,
     else ./data) in their published layout: fashion, cifar10, imagenet32, imagenet64 (converted to
     .npy at first use), lm1b. text:<path> is any UTF-8 file, as bytes; a relative path may also be
     relative to data_dir.
@@ -235,6 +245,8 @@ def load(
     check=False accepts files that differ from the published ones but have their layout.
     """
     kind, _, path = name.partition(":")
+    teacher = TEACHERS.get(kind.removeprefix("teacher")) if kind != "teacher" else {}
+    kind = "teacher" if teacher is not None else kind
     if kind not in files.SETS or bool(path) != (kind == "text"):
         near = difflib.get_close_matches(name, files.SETS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -247,7 +259,7 @@ def load(
         raise ValueError(f"size={size} is for images, but {name} has none: leave it out.")
     root = files.data_dir_or_default(data_dir)
     if kind == "teacher":
-        return Teacher(device=device)
+        return Teacher(**teacher, device=device)
     if kind == "text":
         found = Path(path) if Path(path).is_file() else root / path
         return Tokens(files.read_text(found), 256, seq_len, device)

@@ -1,4 +1,5 @@
-"""The paper's optimizees: MLP, ViT, decoder-only transformer (LM) and ResNet, at any width.
+"""The paper's optimizees: MLP, ViT, decoder-only transformer (LM) and ResNet, at any width; and a
+small ConvNet.
 
 Plain PyTorch modules. The only part of μP here is the scale of attention logits; `roles.py` and
 `Task.init` in `tasks.py` take care of initialization and output multipliers.
@@ -162,4 +163,20 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (b, channels, h, w) -> (b, classes)
         x = self.blocks(self.norm(self.stem(x)).relu())
+        return self.head(x.mean((2, 3)))
+
+
+class ConvNet(nn.Module):
+    """`depth` 3x3 convolutions, all but the first with stride 2; the head sees the mean over
+    pixels."""
+
+    def __init__(self, channels: int, classes: int, width: int, depth: int):
+        super().__init__()
+        layers = [nn.Conv2d(channels, width, 3, padding=1)]
+        layers += [nn.Conv2d(width, width, 3, stride=2, padding=1) for _ in range(depth - 1)]
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:  # (b, channels, h, w) -> (b, classes)
+        for layer in self.layers:
+            x = layer(x).relu()
         return self.head(x.mean((2, 3)))
