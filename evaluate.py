@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
@@ -373,7 +373,7 @@ def _validate(args: argparse.Namespace) -> None:
     for file in args.files:
         lo, recipe = mulo.load(file), checkpoints.about(file).get("recipe")
         scores = choose.validate(lo, recipe, args.device)
-        print(f"{file}: {fmean(scores.values()):.4f}  {scores}")
+        print(f"{file}: {geometric_mean(scores.values()):.4f}  {scores}")
 
 
 def _choose(args: argparse.Namespace) -> None:

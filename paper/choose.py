@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from statistics import fmean
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
@@ -26,16 +26,23 @@ from checkpoints import write_atomically
 from paper import baselines, report
 from training import final_loss, train, with_rules
 
-# Only for choosing among meta-training seeds: widths and depths that no evaluation uses.
-# Width in units of the widest meta-training task, depth, length in horizons, schedule.
-VALIDATION = ((1.5, 2, 1, "constant"), (1.5, 2, 5, "constant"), (1.5, 2, 5, "cosine"),
-              (3, 4, 1, "constant"), (1.5, 2, 25, "constant"))  # fmt: skip
+# Only for choosing among recipes and meta-training seeds: no evaluation uses these.
+VALIDATION = (  # task, steps, schedule
+    ("fashion8_mlp_w96_d2", 500, "constant"), ("fashion8_mlp_w96_d2", 2500, "constant"),
+    ("fashion8_mlp_w96_d2", 12_500, "cosine"), ("fashion8_mlp_w192_d4", 500, "constant"),
+    ("teacherv_mlp_w48_d3", 500, "constant"), ("teacherv_mlp_w48_d3", 500, "cosine"),
+    ("fashion14_mlp_w48_d4", 500, "cosine"),
+)  # fmt: skip
+OTHER_FAMILIES = (  # for optimizers that were meta-trained on a mixture
+    ("fashion_conv_w24_d3_b16", 500, "constant"), ("fashion_vit_w48_d2_b8", 500, "cosine"),
+    ("pixels_lm_w48_d2_b8", 500, "cosine"),
+)  # fmt: skip
 VALIDATION_SEEDS = [7001, 7002]
 
 
-def baselines_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
+def tuned_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
     """Tuned values of AdamW and μAdam; where none are known, their rates are tuned now."""
-    task = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}", batch_size=r.batch_size)
+    task = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}")
     found = {which: baselines.best(which, task.kind, r.unroll) for which in baselines.BASELINES}
     for which in [which for which, values in found.items() if values is None]:
         rates = baselines.grid(which, baselines.USUAL)
@@ -45,12 +52,12 @@ def baselines_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
 
 
 def compare(
-    lo: mulo.LO, r: metatrain.Recipe, baselines: dict, width: int, seeds: list[int], device: str
+    lo: mulo.LO, r: metatrain.Recipe, tuned: dict, width: int, seeds: list[int], device: str
 ) -> dict[str, Tensor]:
     """Training curves, (steps, seeds), of an optimizer, meta-trained and not, and baselines."""
-    task = tasks.get(f"{r.kind}_w{width}_d{r.depth}", batch_size=r.batch_size)
+    task = tasks.get(f"{r.kind}_w{width}_d{r.depth}")
     contenders = {r.name: (lo, r.mup), "untrained": (metatrain.new_lo(r, device), r.mup)}
-    for which, values in baselines.items():
+    for which, values in tuned.items():
         adam = baselines.adam([values] * len(seeds))
         contenders[f"tuned {baselines.BASELINES[which]}"] = adam, which == "muadam"
     return {
@@ -62,7 +69,7 @@ def compare(
 def closing_report(run: metatrain.Run, device: str) -> str:
     """Compare the result of a run with tuned baselines: a picture in its folder, and sentences."""
     r, lo = run.trainer.r, mulo.load(run.out / "lo.pt").to(device)
-    widest, kind, baselines = max(r.widths), run.trainer.tasks[0].kind, baselines_for(r, device)
+    widest, kind, tuned = max(r.widths), tasks.get(f"{r.kind}_w64_d3").kind, tuned_for(r, device)
     first, last = metatrain.mean_loss(run.rows[:20]), metatrain.mean_loss(run.rows[-20:])
     lines = [f"meta-loss {first:.4g} -> {last:.4g} in {run.seconds / 60:.1f} minutes."]
     fig, (ax, *axes) = report.figure(3)
@@ -71,7 +78,7 @@ def closing_report(run: metatrain.Run, device: str) -> str:
     ax.plot(*smooth(meta), "k")
     ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
     for ax, width, seeds in zip(axes, (widest, 8 * widest), (3, 1), strict=True):
-        curves = compare(lo, r, baselines, width, list(range(9001, 9001 + seeds)), device)
+        curves = compare(lo, r, tuned, width, list(range(9001, 9001 + seeds)), device)
         final = {name: float(final_loss(losses).mean()) for name, losses in curves.items()}
         for name, losses in curves.items():
             ax.plot(*smooth(losses.mean(1)), label=name)
@@ -96,23 +103,20 @@ def validate(
     lo: mulo.LO, r: dict | None, device: str = "cpu", known: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Final losses on the validation tasks that are not `known`; divergence counts as a bound."""
-    if r is None:
-        raise ValueError("an optimizer that metatrain.py did not make cannot be validated.")
+    if r is None or r["scale"] != "desk":
+        raise ValueError("only optimizers that metatrain.py made at desk scale can be validated.")
     scores = {}
-    widest = max(metatrain.recipe("mulo_m", r["scale"]).widths)  # the same for _s and _m
-    for times, depth, horizons, schedule in VALIDATION:
-        task = tasks.get(f"{r['kind']}_w{int(times * widest)}_d{depth}", batch_size=r["batch_size"])
-        steps = horizons * r["unroll"]
-        name = f"{task.name}, {steps} steps, {schedule}"
-        if known and name in known:
-            scores[name] = known[name]
+    for name, steps, schedule in VALIDATION + (OTHER_FAMILIES if r.get("mixture") else ()):
+        key = f"{name}, {steps} steps, {schedule}"
+        if known and key in known:
+            scores[key] = known[key]
             continue
-        rate = baselines.schedule_of(schedule, steps)
+        task, rate = tasks.get(name), baselines.schedule_of(schedule, steps)
         losses = train(
             with_rules(task, r["mup"]), lo, steps, VALIDATION_SEEDS, schedule=rate, device=device
         )
         bound = task.loss_bound
-        scores[name] = float(final_loss(losses).nan_to_num(nan=bound).clamp_max(bound).mean())
+        scores[key] = float(final_loss(losses).nan_to_num(nan=bound).clamp_max(bound).mean())
     return scores
 
 
@@ -122,14 +126,12 @@ def choose(name: str, folders: list[Path], device: str = "cpu") -> Path:
     for folder in folders:
         lo, about = mulo.load(folder / "lo.pt"), checkpoints.about(folder / "lo.pt")
         r = about["recipe"]
-        if r["scale"] != "desk":
-            raise ValueError(f"{folder} is not at desk scale: keep its lo.pt where you like.")
         if r["name"] != name:
             raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
         cache, digest = folder / "validation.json", checkpoints.digest(lo)
         known = json.loads(cache.read_text()) if cache.exists() else {}
         scores = validate(lo, r, device, known.get(digest))
-        mean = fmean(scores.values())
+        mean = geometric_mean(scores.values())
         write_atomically(cache, json.dumps({digest: scores}, indent=1))
         tried.append({
             "seed": r["seed"], "validation": mean, "scores": scores,
@@ -154,10 +156,12 @@ RECORD = """\
 # Shipped learned optimizers
 
 `mulo.load("mulo_m")` loads `mulo_m.pt`, and so on. `python evaluate.py choose` wrote this file. It
-chose each optimizer among the meta-training seeds below by its validation loss: the mean final loss
-after 500, 2,500 and 12,500 steps on tasks of other widths, which no evaluation uses. `anneal` in
-the config shrinks updates beyond 500 steps, the horizon of meta-training, so it matters in
-validation but not in meta-training. Meta-loss is the mean of the last 20 outer steps.
+chose each optimizer among the meta-training seeds below by its validation loss: the geometric mean
+of final losses after 500, 2,500 and 12,500 steps on tasks that no evaluation uses (`VALIDATION` in
+paper/choose.py; for mulo_x also other families of nets, so its figures are not comparable with
+the others'). `anneal` in the config shrinks updates beyond the horizon of meta-training (500
+steps, 2,000 for mulo_x), so it matters in validation but not in meta-training. Meta-loss is the
+mean of the last 20 outer steps.
 
 | name | seed | | validation | meta-loss | minutes | commit | command |
 |---|---|---|---|---|---|---|---|

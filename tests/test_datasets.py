@@ -256,3 +256,15 @@ def test_names_splits_and_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("MULO_DATA", str(tmp_path / "other"))
     assert len(datasets.load("text:some.txt")) == 80 - 64
     assert len(datasets.load("text:some.txt", tmp_path / "data")) == 70 - 64  # the argument wins
+
+
+def test_teachers_of_other_sizes():
+    """By name; each has weights of its own, and the plain one is as before."""
+    for name, sizes in datasets.TEACHERS.items():
+        teacher = datasets.load(f"teacher{name}")
+        assert (teacher.shape, teacher.classes) == ((sizes["dim"],), sizes["classes"])
+        assert teacher.floor(2000) < 0.9 * math.log(sizes["classes"])  # there is much to learn
+    assert len({sizes["seed"] for sizes in datasets.TEACHERS.values()} | {0}) == 9
+    assert datasets.load("teacher").dim == 64
+    with pytest.raises(ValueError, match="unknown data set 'teacher7'"):
+        datasets.load("teacher7")

@@ -345,7 +345,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(choose, "choose", lambda name, some, device: [name, len(some), device])
     assert run("choose mulo_m a b") == "chosen: ['mulo_m', 2, 'cpu']\n"
     run("depth --processes 1 --who mulo_m --out elsewhere")
-    assert "Not run: `python evaluate.py width`" in (tmp_path / "elsewhere/RESULTS.md").read_text()
+    assert "not run: `python evaluate.py width`" in (tmp_path / "elsewhere/RESULTS.md").read_text()
 
 
 def test_ctrl_c_is_one_sentence(tmp_path, monkeypatch, complaint):

@@ -24,6 +24,7 @@ from roles import ALL, NORMS, coordinate_check, weights_of
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ["fashion8_mlp_w64_d3", "fashion_vit_w32_d2", "pixels_lm_w32_d2", "fashion_resnet_w32"]
+FAMILIES += ["fashion_conv_w16_d3"]
 
 
 def seeded(seed=0):
@@ -291,6 +292,7 @@ CHECKS = {  # kind: widths, batch size, repeats, other fields
     "fashion_vit_w{}_d2": ([128, 512], 8, 3, {"heads": 2}),
     "pixels_lm_w{}_d2": ([64, 256], 4, 8, {"heads": 2}),
     "fashion_resnet_w{}": ([64, 384], 32, 6, {}),
+    "fashion_conv_w{}_d3": ([64, 256], 32, 6, {}),
 }
 
 
