@@ -48,7 +48,7 @@ import tasks
 import training
 from checkpoints import write_atomically
 from paper import baselines
-from paper.baselines import BASELINES, SCHEDULES, UNTUNED, adam, schedule_of, tuned
+from paper.baselines import BASELINES, OTHERS, SCHEDULES, adam, schedule_of, tuned
 
 try:
     import fcntl
@@ -86,7 +86,7 @@ class Contender:
 
 def contender(name: str) -> Contender:
     """By name: a baseline, a shipped optimizer, or the folder of a meta-training run."""
-    if name in BASELINES | UNTUNED:
+    if name in BASELINES | OTHERS:
         return Contender(name, roles.ALL if name == "muadam" else ())
     folder = Path(name)
     path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
@@ -152,7 +152,7 @@ class Job:
         look, found = probe(task, self.probe_at, device) if self.probe_at else (None, None)
         losses = training.train(
             task,
-            self.who.lo or adam([self.values] * len(self.seeds)),
+            self.who.lo or adam([self.values] * len(self.seeds), self.who.name),
             max(self.probe_at) + 1 if look else self.steps,
             list(self.seeds),
             schedule=schedule_of(self.schedule, self.steps),

@@ -184,7 +184,8 @@ class Adam:
         weight_decay: Tensor | float = 0.0,
         eps: float = 1e-8,
     ):
-        self.scale, self.eps = update_scales(task), eps
+        self.scale, self.eps, roles = update_scales(task), eps, task.roles()
+        self.kinds = {w.name: kind_of(w, roles[w.name]) for w in weights_of(task.skeleton())}
         numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (lr, b1, b2, weight_decay)]
         self.numbers = torch.stack([x.expand_as(numbers[0]) for x in numbers])  # (4, P)
         self.decays = bool(self.numbers[3].any())
@@ -207,6 +208,29 @@ class Adam:
             if self.decays:
                 p.mul_(1 - trailing(lr * rates * weight_decay, p.ndim))
             p.sub_(rate_ * m / ((v.sqrt() / root_).add_(self.eps)))
+
+
+class Muon(Adam):
+    """torch.optim.Muon for hidden matrices, with AdamW's size of updates, and Adam for the rest."""
+
+    def init(self, theta: Theta) -> State:
+        state = super().init(theta)
+        hidden = [k for k, p in theta.items() if p.ndim == 3 and self.kinds[k] == "hidden"]
+        how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        self.nets = []  # of each net: its optimizer, the matrices and their names
+        for net, rate in enumerate(self.numbers[0].tolist()) if hidden else ():
+            matrices = [theta[k][net] for k in hidden]  # views: stepped in place
+            self.nets.append((torch.optim.Muon(matrices, rate, **how), rate, matrices, hidden))
+        return state
+
+    def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
+        hidden = self.nets[0][3] if self.nets else ()
+        super().step(state, {k: p for k, p in theta.items() if k not in hidden}, grads, t, lr)
+        for net, (opt, rate, matrices, names) in enumerate(self.nets):
+            opt.param_groups[0]["lr"] = lr * rate
+            for p, name in zip(matrices, names, strict=True):
+                p.grad = grads[name][net]
+            opt.step()
 
 
 def cosine(x: Tensor | float) -> Tensor:

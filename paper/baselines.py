@@ -4,7 +4,8 @@
     Tuning("adamw", "c10s_mlp_w64_d3", 500, "cosine").run()
 
 Paper: appendix B. `adamw` and `muadam` are tuned at one width and keep their values at all others;
-`adamw_default` is AdamW as torch has it, `adamw_oracle` is AdamW whose rate is tuned at each width.
+`adamw_default` is AdamW as torch has it, `adamw_oracle` is AdamW whose rate is tuned at each width,
+and `muon` is torch's Muon, with Adam for what is not a hidden matrix.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from checkpoints import write_atomically
 TUNED = Path(__file__).parents[1] / "results" / "tuned"
 SCHEDULES = ("constant", "cosine")
 BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam with the rules of μP
-UNTUNED = {"adamw_default": "AdamW, default", "adamw_oracle": "AdamW, every width"}
+OTHERS = {"adamw_default": "AdamW, default", "adamw_oracle": "AdamW, every width", "muon": "Muon"}
 GRIDS = {  # the paper's tables: 504 and 512 configurations
     "adamw": {
         "lr": torch.logspace(-1, -5, 14).tolist(), "b1": [0.9, 0.95, 0.99],
@@ -42,6 +43,7 @@ FIELDS = ("lr", "b1", "b2", "weight_decay")
 USUAL = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
 DEFAULT = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
 RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][19::2]}  # `Tuning`'s
+RATES["muon"] = RATES["adamw"]
 PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
     ("adamw", "lm"): (7.02e-4, 0.9, 0.99, 0.001),
     ("adamw", "vit"): (1.70e-4, 0.9, 0.999, 0.01),
@@ -66,10 +68,11 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
     return lambda t: float(training.cosine(t / steps))
 
 
-def adam(values: list[dict]) -> Callable[[tasks.Task], training.Adam]:
+def adam(values: list[dict], which: str = "adamw") -> Callable[[tasks.Task], training.Adam]:
     """A baseline for `training.train`, with the hyperparameters of each net."""
     columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
-    return lambda task: training.Adam(task, **columns)
+    make = training.Muon if which == "muon" else training.Adam
+    return lambda task: make(task, **columns)
 
 
 def grid(which: str, fixed: dict | None = None) -> list[dict]:
@@ -92,11 +95,13 @@ def tune(
     task, found = training.with_rules(task, which == "muadam"), []
     configs = configs or grid(which)
     size = max(1, CHUNK // len(seeds))
-    for start in tqdm(range(0, len(configs), size), f"{BASELINES[which]} on {task.name}"):
+    for start in tqdm(
+        range(0, len(configs), size), f"{(BASELINES | OTHERS)[which]} on {task.name}"
+    ):
         some = configs[start : start + size]
         losses = training.train(
-            task, adam([values for values in some for _ in seeds]), steps, seeds, copies=len(some),
-            schedule=schedule_of(schedule, steps), device=device,
+            task, adam([values for values in some for _ in seeds], which), steps, seeds,
+            copies=len(some), schedule=schedule_of(schedule, steps), device=device,
         )  # fmt: skip
         scores = training.final_loss(losses).view(len(some), len(seeds)).mean(1)
         found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
@@ -154,7 +159,7 @@ def tuned(which: str, task: tasks.Task, steps: int, schedule: str) -> dict:
 class Tuning:
     """A search for a baseline's rate, as a job for `evaluate.Results.execute`."""
 
-    which: str  # "adamw" or "muadam"
+    which: str  # "adamw", "muadam" or "muon"
     task: str
     steps: int
     schedule: str = "constant"

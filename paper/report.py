@@ -23,11 +23,11 @@ from torch import Tensor
 
 from checkpoints import write_atomically
 from evaluate import mean_stderr, write_table
-from paper.baselines import UNTUNED
+from paper.baselines import OTHERS
 
 LABELS = {
     "mulo_m": "μLO_M", "mulo_s": "μLO_S", "muvelo_m": "μVeLO_M", "lo_m": "LO_M", "lo_s": "LO_S",
-    "velo_m": "VeLO_M", "adamw": "AdamW", "muadam": "μAdam", "mulo_x": "μLO_X", **UNTUNED,
+    "velo_m": "VeLO_M", "adamw": "AdamW", "muadam": "μAdam", "mulo_x": "μLO_X", **OTHERS,
 }  # fmt: skip
 
 

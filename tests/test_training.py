@@ -184,3 +184,28 @@ def test_nets_of_all_widths_see_the_same_batches(monkeypatch):
     one, same, own, other = (x[0] for x in drawn)
     assert torch.equal(one, same)
     assert not torch.equal(own, other)  # there the initial weights have used the same generator
+
+
+def test_muon_is_torchs():
+    """Hidden matrices by torch.optim.Muon, the rest by Adam, at the same rate."""
+    task = dataclasses.replace(TASK, rules=())
+    seen = []
+    training.train(
+        task, lambda t: training.Muon(t, torch.tensor([0.01])), 4, [0],
+        look=lambda t, theta: seen.append(copy.deepcopy(theta)),
+    )  # fmt: skip
+    gen = torch.Generator().manual_seed(0)
+    model, data = task.model(gen), task.data()
+    params = dict(model.named_parameters())
+    hidden = [params.pop("layers.1.weight")]
+    how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+    opts = torch.optim.Muon(hidden, 0.01, **how), torch.optim.Adam(params.values(), 0.01)
+    for _ in range(3):
+        loss = task.loss(model, tuple(x[0] for x in training.batches(data, [gen], 16)))
+        model.zero_grad()
+        loss.backward()
+        for opt in opts:
+            opt.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(seen[-1][name][0], p.detach(), rtol=1e-4, atol=1e-5)
+    assert (seen[-1]["layers.1.weight"] - seen[0]["layers.1.weight"]).abs().max() > 0.005
