@@ -13,8 +13,8 @@ Paper: the tables "Meta-testing settings" and of the ResNets. A name is kind, wi
 any width and depth will do; a resnet always has 18 layers, so its name has no depth. The paper's
 kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet at 32x32) and lm (LM1B). Ours are the
 same models and a small conv net on data that needs no download (fashion, pixels, teacher), on
-CIFAR-10 (c10s and c10_conv at 16x16, c10b with small batches), and on any text (text_lm). A suffix
-such as _b16 sets the batch size. A task has its parametrization in `rules`: μP, SP or anything
+CIFAR-10 (c10s at 16x16 and c10b on 10,000 images of it), and on any text (text_lm). A suffix such
+as _b16 sets the batch size. A task has its parametrization in `rules`: μP, SP or anything
 between. optimizees/ has the models and the data sets.
 
 A kind of your own is registered by a file, whose path then stands for the kind everywhere
@@ -296,9 +296,10 @@ KINDS = {
     "pixels_lm": Kind("lm", "pixels", (64,), datasets.GREYS + 1, 64),
     "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64, size=14),
     "fashion_conv": Kind("conv", "fashion10k", (1, 14, 14), 10, 64, size=14),
-    "c10s_mlp": Kind("mlp", "cifar10", (3, 16, 16), 10, 64, size=16),
-    "c10b_mlp": Kind("mlp", "cifar10", (3, 32, 32), 10, 64),
-    "c10_conv": Kind("conv", "cifar10", (3, 16, 16), 10, 64, size=16),
+    "c10s_mlp": Kind("mlp", "cifar10k", (3, 16, 16), 10, 64, size=16),
+    "c10b_mlp": Kind("mlp", "cifar10k", (3, 32, 32), 10, 64),
+    "c10s_conv": Kind("conv", "cifar10k", (3, 16, 16), 10, 64, size=16),
+    "c10s_vit": Kind("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4, size=16),
     "c10_vit": Kind("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
     "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
     "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),

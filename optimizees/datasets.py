@@ -235,10 +235,10 @@ def load(
     fashion10k, the default, is Fashion-MNIST's 10,000 *test* images. It is in the repository, so
     that everything runs at once; it is not the paper's data. pixels is fashion10k as a language: a
     start token, then seq_len pixels of 16 grey levels, row by row. teacher is procedural (TEACHERS
-    has those of other sizes). The others are read from data_dir (default: $MULO_DATA,
-    else ./data) in their published layout: fashion, cifar10, imagenet32, imagenet64 (converted to
-    .npy at first use), lm1b. text:<path> is any UTF-8 file, as bytes; a relative path may also be
-    relative to data_dir.
+    has those of other sizes). The others are read from data_dir (default: $MULO_DATA, else ./data)
+    in their published layout: fashion, cifar10, cifar10k (its first 10,000 training images),
+    imagenet32, imagenet64 (converted to .npy at first use), lm1b. text:<path> is any UTF-8 file, as
+    bytes; a relative path may also be relative to data_dir.
 
     `size` pools images. `seq_len` and `tokenizer` (to replace lm1b's sentencepiece .model) are for
     text. partial=True accepts missing files of cifar10 and lm1b as long as there is one;
@@ -280,8 +280,9 @@ def _images(kind: str, root: Path, split: str, partial: bool, check: bool) -> Im
     elif kind == "fashion":
         prefix = "train" if split == "train" else "t10k"
         x, y = files.read_fashion(kind, root / "fashion-mnist", prefix, check)
-    elif kind == "cifar10":
-        x, y = files.read_cifar10(root / kind, split, partial, check)
+    elif kind.startswith("cifar10"):
+        parts = 1 if kind == "cifar10k" else 5
+        x, y = files.read_cifar10(root / "cifar10", split, parts, partial, check)
         statistics = CIFAR10
     else:
         x, y = files.read_imagenet(kind, root / kind, split)

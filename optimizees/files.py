@@ -68,6 +68,7 @@ SETS = {  # name: (its splits, how to get its files)
     "pixels": (["train"], "it is made from fashion10k"),
     "fashion": (["train", "test"], f"`python tasks.py download fashion` gets them from {ZALANDO}"),
     "cifar10": (["train", "test"], GET_CIFAR10),
+    "cifar10k": (["train", "test"], GET_CIFAR10),
     "imagenet32": (["train", "val"], GET_IMAGENET),
     "imagenet64": (["train", "val"], GET_IMAGENET),
     "lm1b": (["train", "heldout"], GET_LM1B),
@@ -190,8 +191,9 @@ def _parse_cifar_binary(path: Path, content: bytes) -> Arrays:
     return records[:, 1:], records[:, 0]
 
 
-def read_cifar10(folder: Path, split: str, partial: bool, check: bool) -> Arrays:
-    files = ["test_batch"] if split == "test" else [f"data_batch_{k}" for k in range(1, 6)]
+def read_cifar10(folder: Path, split: str, parts: int, partial: bool, check: bool) -> Arrays:
+    """The test images, or the first `parts` of the five files of training images."""
+    files = ["test_batch"] if split == "test" else [f"data_batch_{k + 1}" for k in range(parts)]
     parse, where = _parse_cifar_pickle, folder / "cifar-10-batches-py"
     if (folder / "cifar-10-batches-bin").is_dir() or not where.is_dir():
         parse, where = _parse_cifar_binary, folder / "cifar-10-batches-bin"

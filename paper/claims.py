@@ -35,7 +35,7 @@ WIDE, NARROW = (64, 256, 1024), (64, 128)
 TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "c10s_mlp_w{}_d3": WIDE, "c10b_mlp_w{}_d3": WIDE, "fashion_mlp_w{}_d3": WIDE,
     "teacher256_mlp_w{}_d3": WIDE, "teacher1024_mlp_w{}_d3": WIDE, "teacher2_mlp_w{}_d3": WIDE,
-    "teacher100_mlp_w{}_d3": WIDE, "c10_conv_w{}_d3_b16": NARROW, "c10_vit_w{}_d2_b16": NARROW,
+    "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": NARROW, "c10s_vit_w{}_d3_b32": NARROW,
     "text_lm_w{}_d2_b16": NARROW,
 }  # fmt: skip
 

@@ -42,6 +42,8 @@ def tune_missing(suite: Suite, results: Results) -> None:
         small = name.format(widths[0])
         some = [Tuning(which, small, suite.steps) for which in ("adamw", "muadam")]
         some += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
+        if "mlp" in name:
+            some.append(Tuning("muon", small, suite.steps))
         missing += [tuning for tuning in some if not tuning.known()]
     for tuning, entry in results.execute(missing, "tuning"):
         tuning.keep(entry, shlex.join(["python", *sys.argv]))
