@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from features import LossBuffer, Phi
-from mulo import LO, UNSCALED, LOConfig, MuLO, SmallFC, VeLO
-from roles import name_of
+from mulo import LO, LOConfig, MuLO, SmallFC, VeLO
+from roles import UNSCALED, name_of
 
 FORMAT, VERSION = "mulo", 1
 SHIPPED = Path(__file__).parent / "weights"

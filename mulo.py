@@ -21,7 +21,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -74,14 +74,10 @@ class LOConfig:
     use_bugged_loss_features: bool = False  # VeLO: all loss half-lives 10, for old checkpoints
 
     def __post_init__(self):
-        choices = {
-            "net": ("small_fc", "velo"),
-            "spec": ("reference", "paper"),
-            "eps": ("reference", "relative", "fan_in"),
-        }
+        choices = {"net": ("small_fc", "velo"), "spec": ("reference", "paper")}
+        choices["eps"] = ("reference", "relative", "fan_in")
         for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed:
+            if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown: use one of {allowed}.")
         for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -90,10 +86,8 @@ class LOConfig:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
-        for name in ("t_max", "input_base"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and 0 < value < math.inf
-            if not number and value is not None:
+        for name, value in (("t_max", self.t_max), ("input_base", self.input_base)):
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be None or a number above 0, not {value!r}.")
         if self.multipliers and self.net == "velo":
             raise ValueError("VeLO scales each tensor by its alpha: leave multipliers off.")
@@ -201,11 +195,6 @@ def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
         x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
         x = x.relu() if k < hidden_layers else x
     return x.reshape(*shape[:-1], 2)
-
-
-def learned_factors(phi: Phi, kinds: Tensor) -> Tensor:
-    """The learned factor on the update of each tensor, (P | 1, T), by its kind, (T,)."""
-    return (2 * phi["multipliers"].flatten(0, -2)[:, kinds]).exp()  # 1 at first
 
 
 def lstm_step(
@@ -360,15 +349,13 @@ def advance_(
 # ---------------------------------------------------------------- the Optimizer
 
 
-UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
-
-
 class MuLO(torch.optim.Optimizer):
     """Trains a model with a learned optimizer, SmallFC or VeLO.
 
     A torch optimizer like any other, with these keys in its param groups:
 
-    lr            a plain factor on the update, 1 by default, for schedulers to drive
+    lr            a plain factor on the update, 1 by default, for schedulers to drive; with a
+                  scheduler of torch's, updates do not anneal by themselves (LOConfig.anneal)
     weight_decay  decoupled: a parameter shrinks by lr * weight_decay per step
     scale         the μP factor on the update, from `param_groups`, apart from lr so that no
                   scheduler overwrites it (with it come fan_in, out_axis, names, role, kind, area)
@@ -405,11 +392,12 @@ class MuLO(torch.optim.Optimizer):
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
-        super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0} | UNSCALED)
+        super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0} | roles.UNSCALED)
 
     def __repr__(self) -> str:
-        table = roles.group_table(self.param_groups)
-        return f"{type(self).__name__} ({self.lo.config.net})\n{table}"
+        return (
+            f"{type(self).__name__} ({self.lo.config.net})\n{roles.group_table(self.param_groups)}"
+        )
 
     def _forget(self) -> None:
         """Drop what is derived from parameters, state and weights."""
@@ -418,20 +406,11 @@ class MuLO(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        least = {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}
-        fits = {k: isinstance(group[k], Real | Tensor) and group[k] >= n for k, n in least.items()}
-        wrong = [k for k in least if not fits[k]]
-        dtypes = {p.dtype for p in group["params"] if not p.is_floating_point()}
-        if not wrong and not dtypes and group["out_axis"] in (0, 1, -1):
-            return
-        self.param_groups.pop()
-        if wrong:
-            k = wrong[0]
-            raise ValueError(f"{k} must be a number of {least[k]} or more, not {group[k]!r}.")
-        if dtypes:
-            raise ValueError(f"parameters must be real floating point, not {dtypes.pop()}.")
-        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
+        try:
+            roles.check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(
@@ -461,9 +440,8 @@ class MuLO(torch.optim.Optimizer):
             else:
                 weights = self._on(device)
                 if self.lo.config.multipliers:
-                    kinds = [roles.TENSOR_KINDS.index(found[k][1]["kind"]) for k in own]
-                    kinds = features.send(torch.tensor(kinds), device)
-                    values[1] *= learned_factors(weights.phi, kinds)
+                    kinds = roles.kind_indices([found[k][1]["kind"] for k in own], device)
+                    values[1] *= roles.learned_factors(weights.phi["multipliers"], kinds)
             grads = [found[k][0].grad.view_as(stacks[k].p) for k in own]
             bad = self._advance(backend, weights, [stacks[k] for k in own], grads, values)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
@@ -487,12 +465,12 @@ class MuLO(torch.optim.Optimizer):
     def _values(self, groups: list[dict], device: torch.device) -> Tensor:
         """t, scale, decay and eps_scale of each tensor, (4, 1, T), in one copy to the device."""
         config, rows = self.lo.config, []
-        power = -1 if config.eps == "fan_in" else 0
         for g in groups:
-            where = g["kind"], g["fan_in"], g["area"]
-            scale = g["scale"] * roles.size_factor(*where, config.input_base, config.by_channels)
-            decay, eps_scale = g["lr"] * g["weight_decay"], g["fan_in"] ** power
-            rows.append((g["step"], g["lr"] * scale, decay, eps_scale))
+            scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
+            if "initial_lr" in g and config.t_max:  # a torch scheduler drives lr: undo `annealing`
+                scale = scale * max(1.0, g["step"] / config.t_max) ** config.anneal
+            eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
+            rows.append((g["step"], g["lr"] * scale, g["lr"] * g["weight_decay"], eps_scale))
         values = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)
         return features.send(values, device)
 
@@ -604,7 +582,7 @@ class MuLO(torch.optim.Optimizer):
 
         saved = checkpoints.check_optimizer_state(self, state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        kept = ("names", "role", *UNSCALED)  # of groups that were saved without them
+        kept = ("names", "role", *roles.UNSCALED)  # of groups that were saved without them
         groups = [{k: g[k] for k in kept if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:

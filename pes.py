@@ -123,8 +123,10 @@ class Particles:
             losses = self.inner_step(weights, batch)
             finite = losses.isfinite()
             clipped = torch.where(finite, losses, self.bound).clamp(0, self.bound)
-            weight = 1 - self.r.late + self.r.late * 2 * self.t / self.length  # 1 on average
-            deltas.append((clipped[:n] - clipped[n:]) * features.send(weight, device))
+            deltas.append(clipped[:n] - clipped[n:])
+            if self.r.late:
+                weight = 1 - self.r.late + self.r.late * 2 * self.t / self.length  # 1 on average
+                deltas[-1] *= features.send(weight, device)
             flags.append(began)
             total += clipped.mean()
             self.t += 1

@@ -14,11 +14,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from features import send
 
 
 class Rule(NamedTuple):
@@ -272,6 +274,18 @@ def fan_in_of(w: Weight, role: str) -> int:
 TENSOR_KINDS = ("input", "hidden", "conv", "output", "table", "norm", "bias")
 
 
+UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
+
+
+def kind_indices(kinds: Iterable[str], device: torch.device) -> Tensor:
+    return send(torch.tensor([TENSOR_KINDS.index(kind) for kind in kinds]), device)
+
+
+def learned_factors(multipliers: Tensor, kinds: Tensor) -> Tensor:
+    """The learned factor on the update of each tensor, (P | 1, T), by the index of its kind."""
+    return (2 * multipliers.flatten(0, -2)[:, kinds]).exp()  # 1 at first
+
+
 def area_of(w: Weight) -> int:
     """The kernel area of a convolution, 1 for other weights."""
     return math.prod(w.param.shape[2:]) if w.kind == "layer" else 1
@@ -285,11 +299,9 @@ def kind_of(w: Weight, role: str) -> str:
     return "conv" if role == "hidden" and area_of(w) > 1 else role
 
 
-def size_factor(
-    kind: str, fan_in: int, area: int, input_base: float | None, by_channels: bool
-) -> float:
+def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     """The factor on the update by two rules beyond the paper, which a learned optimizer's config
-    switches on: they belong to what it was meta-trained on.
+    (mulo.LOConfig) switches on: they belong to what it was meta-trained on.
 
     DIVERGES: the paper has neither. Input rule: input layers are multiplied by input_base / fan_in,
     where input_base is the size of the inputs in meta-training, which the paper keeps fixed. An
@@ -297,9 +309,9 @@ def size_factor(
     The factor is at most 4: larger ones, for patches of a few pixels, made a ViT end a fifth worse.
     Channel rule: hidden convolutions are scaled by 1/channels, not by 1/(channels * kh * kw).
     """
-    if kind == "input" and input_base:
-        return min(input_base / fan_in, 4.0)
-    return float(area) if kind == "conv" and by_channels else 1.0
+    if kind == "input" and config.input_base:
+        return min(config.input_base / fan_in, 4.0)
+    return float(area) if kind == "conv" and config.by_channels else 1.0
 
 
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
@@ -356,6 +368,19 @@ def group_table(groups: list[dict]) -> str:
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows)
     return "\n".join(lines)
+
+
+def check_group(group: dict) -> None:
+    """Raise unless a param group of MuLO has numbers in their ranges and real parameters."""
+    for name, least in {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}.items():
+        value = group[name]
+        if not (isinstance(value, Real | Tensor) and value >= least):
+            raise ValueError(f"{name} must be a number of {least} or more, not {value!r}.")
+    for p in group["params"]:
+        if not p.is_floating_point():
+            raise ValueError(f"parameters must be real floating point, not {p.dtype}.")
+    if group["out_axis"] not in (0, 1, -1):
+        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
 
 
 class CoordinateCheck(NamedTuple):

@@ -28,7 +28,17 @@ import mulo
 import tasks
 from features import Accumulators, LossBuffer, Phi, trailing
 from mulo import LO, LOConfig, Stack, Weights
-from roles import ALL, TENSOR_KINDS, area_of, fan_in_of, kind_of, power, size_factor, weights_of
+from roles import (
+    ALL,
+    area_of,
+    fan_in_of,
+    kind_indices,
+    kind_of,
+    learned_factors,
+    power,
+    size_factor,
+    weights_of,
+)
 
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
@@ -64,8 +74,7 @@ def update_scales(task: tasks.Task, config: LOConfig | None = None) -> dict[str,
         role, fan_in = roles[w.name], fan_in_of(w, roles[w.name])
         scales[w.name] = float(fan_in) ** power(role, "update", task.rules)
         if config:
-            rules = config.input_base, config.by_channels
-            scales[w.name] *= size_factor(kind_of(w, role), fan_in, area_of(w), *rules)
+            scales[w.name] *= size_factor(kind_of(w, role), fan_in, area_of(w), config)
     return scales
 
 
@@ -86,8 +95,7 @@ class Learned:
         scales = update_scales(task, config).values()
         fixed = [list(scales), [0.0] * len(weights), eps_scale]
         self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T)
-        kinds = [TENSOR_KINDS.index(kind_of(w, roles[w.name])) for w in weights]
-        self.kinds = torch.tensor(kinds, device=device)  # (T,)
+        self.kinds = kind_indices([kind_of(w, roles[w.name]) for w in weights], device)  # (T,)
         self._stacks: dict[str, Stack] = {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor | None = None) -> State:
@@ -134,7 +142,7 @@ class Learned:
             weights, alpha = self._generate(weights, state, theta, losses, values[0])
             values[1] *= alpha
         elif self.config.multipliers:
-            values[1] *= mulo.learned_factors(weights.phi, self.kinds)
+            values[1] *= learned_factors(weights.phi["multipliers"], self.kinds)
         in_order = [grads[name] for name in self.dims]
         mulo.advance_(self.config, self.backend, weights, stacks, in_order, values)
 

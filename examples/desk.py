@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import checkpoints
 import mulo
 import tasks
-import training
 
 TASK, STEPS = "fashion8_mlp_w64_d3", 200
 
@@ -57,8 +56,7 @@ def write(folder: Path) -> None:
 def train(optimizer: Callable[[list[dict]], torch.optim.Optimizer]) -> float:
     """STEPS steps of an optimizer, given param groups; the loss on the last batch."""
     task, model, batches = desk()
-    scales = training.update_scales(task)
-    opt = optimizer([{"params": [p], "scale": scales[k]} for k, p in model.named_parameters()])
+    opt = optimizer(mulo.param_groups(model, task.roles()))
     for batch in batches[:STEPS]:
         opt.zero_grad()
         task.loss(model, batch).backward()

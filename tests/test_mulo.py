@@ -18,8 +18,7 @@ from mulo import LOConfig
 # The suggested tolerances on parameters. Where updates are as large as the parameters, float32
 # rounding of the reference itself shows (its loss features are off by 4e-5 in velo_psm1_bug0).
 ATOL = {"small_fc_h4_bigmult": 3e-5, "velo_psm1_bug1": 3e-5, "velo_psm1_bug0": 2e-4}
-
-ATOL |= {"velo_psm0_bug1": 3e-6}
+ATOL |= {"velo_psm0_bug1": 3e-6, "velo_mup_psm0_bug0": 1e-6}  # rounding differs by processor
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN or infinite")
@@ -556,3 +555,22 @@ def test_as_before(name, backend):
         expected = REGRESSION[f"{name}/{k}"]
         room = 2e-6 * abs(expected - x).max() + 6e-7 * abs(expected).max()  # 10 ulp of p
         np.testing.assert_allclose(p.detach().numpy(), expected, rtol=0, atol=room)
+
+
+def test_a_scheduler_replaces_annealing():
+    """Beyond t_max updates shrink by themselves, unless a scheduler of torch's drives lr."""
+
+    def moved(scheduled, **config):
+        gen = torch.Generator().manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(6, 5, generator=gen))
+        lo = mulo.load("mulo_m", t_max=10.0, **config)
+        opt = mulo.MuLO([{"params": [p], "scale": 1.0, "step": 1000}], lo)
+        if scheduled:
+            torch.optim.lr_scheduler.ConstantLR(opt, factor=0.5)
+        before, p.grad = p.detach().clone(), torch.randn(6, 5, generator=gen)
+        opt.step()
+        return p.detach() - before
+
+    annealed, scheduled, plain = moved(False), moved(True), moved(True, anneal=0.0)
+    torch.testing.assert_close(scheduled, plain)
+    torch.testing.assert_close(scheduled, 0.5 * 10 * annealed, rtol=1e-4, atol=1e-7)

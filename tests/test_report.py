@@ -8,7 +8,7 @@ import pytest
 
 import evaluate
 import training
-from paper import claims, report
+from paper import claims, report, transfer  # noqa: F401 (adds its experiment)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -54,5 +54,7 @@ def test_findings_are_written(tmp_path):
     assert table[2:] == ["| 1, 2 | 3 |", "| μLO_M | 4 |"]
     report.write(tmp_path / "new", tmp_path / "RESULTS.md")
     text = (tmp_path / "RESULTS.md").read_text()
-    assert "Every claim below held.\n- Not run: `python evaluate.py width`" in text
+    assert f"| [Deeper nets](#deeper-nets) | {report.SHORT['depth']} | One. | 1 of 1 |" in text
+    assert "| Wider nets |" in text
+    assert "not run: `python evaluate.py width`" in text
     assert "One.\n\nTwo.\n\n- yes: it holds\n\n![Deeper nets](new/depth.png)" in text

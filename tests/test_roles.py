@@ -482,5 +482,7 @@ def test_factors_beyond_the_paper():
     assert (found["input"]["fan_in"], found["conv"]["area"]) == (50, 9)
     for kind, g in found.items():
         at = kind, g["fan_in"], g["area"]
-        assert size_factor(*at, None, False) == 1
-        assert size_factor(*at, 100.0, True) == {"input": 2, "conv": 9}.get(kind, 1)
+        assert size_factor(*at, mulo.LOConfig()) == 1
+        for base, expected in ((100.0, 2), (1000.0, 4)):
+            config = mulo.LOConfig(input_base=base, by_channels=True)
+            assert size_factor(*at, config) == {"input": expected, "conv": 9}.get(kind, 1)
