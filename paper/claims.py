@@ -39,6 +39,8 @@ TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "text_lm_w{}_d2_b16": NARROW,
 }  # fmt: skip
 
+IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
+
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
@@ -53,6 +55,7 @@ class Suite:
     steps: int = 500  # the meta-trained horizon
     horizons: tuple[int, ...] = (5, 10, 25)
     transfer: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: TRANSFER)
+    images: dict[int, str] = dataclasses.field(default_factory=lambda: IMAGES)
     seeds: int = 5
     scale: str = "desk"
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
@@ -80,7 +83,7 @@ SUITES = {
     "paper": Suite(
         kinds=("in32_mlp", "in64_mlp", "c10_mlp"), widest=1024,
         widths=(128, 256, 512, 1024, 2048, 4096, 8192), columns=(2048, 4096, 8192),
-        steps=1000, scale="paper",
+        steps=1000, scale="paper", images={},
     ),
 }  # fmt: skip
 
@@ -323,33 +326,45 @@ def horizon(suite: Suite, results: Results) -> Finding:
 
 
 def coord(suite: Suite, results: Results) -> Finding:
-    """Coordinate check over the first 500 steps: does the drift of a layer depend on width?"""
+    """Coordinate check over 500 steps: does a layer's drift depend on width, or on input size?"""
     who, kind, verdicts = suite.contenders(), suite.kinds[0], []
     widths = [w for w in suite.widths if w <= 16 * suite.widest]
     at = [t for t in (5, 10, 50, 100, 250, 499) if t < suite.steps]  # before, hidden layers rest
-    found = Finding(len(who), ["optimizer", "layer", "mean |slope|", *(f"t={t}" for t in at)])
-    keys = list(product(who, widths))
-    jobs = {(n, w): suite.job(who[n], f"{kind}_w{w}_d3", seeds=3, probe_at=at) for n, w in keys}
-    results.run(jobs.values(), "coord")
-    for ax, c in zip(found.axes, who.values(), strict=True):
-        probed, worst = [results.activations(jobs[c.name, w]) for w in widths], 0.0
+    head = ["optimizer", "against", "layer", "mean |slope|", *(f"t={t}" for t in at)]
+    tests = {(c.name, "width"): (c, widths, [f"{kind}_w{w}_d3" for w in widths])
+             for c in who.values()}  # fmt: skip
+    if "mulo_m" in who and suite.images:
+        mine, sizes = who["mulo_m"], list(suite.images)
+        named = [f"{suite.images[n]}_w{suite.widest}_d3_b64" for n in sizes]
+        off = dataclasses.replace(
+            mine, name="mulo_m without input rule", lo=mine.lo.with_config(input_base=None)
+        )
+        tests |= {(c.name, "input size"): (c, sizes, named) for c in (mine, off)}
+    found, jobs = Finding(len(tests), head), {}
+    for key, (c, _, named) in tests.items():
+        jobs[key] = [suite.job(c, task, seeds=3, probe_at=at) for task in named]
+    results.run(chain(*jobs.values()), "coord")
+    for ax, ((name, against), (c, sizes, _)) in zip(found.axes, tests.items(), strict=True):
+        probed, worst = [results.activations(job) for job in jobs[name, against]], 0.0
         for layer in probed[0]:
             drift = torch.tensor([[change for change, _ in x[layer]] for x in probed]).double()
-            slopes = roles.slope(widths, drift.T)  # (times,)
+            slopes = roles.slope(sizes, drift.T)  # (times,)
             mean = float(slopes.abs().mean())
-            found.rows.append([c.name, layer, *(f"{x:.3f}" for x in (mean, *slopes.tolist()))])
+            numbers = (f"{x:.3f}" for x in (mean, *slopes.tolist()))
+            found.rows.append([name, against, layer, *numbers])
             worst = math.inf if math.isnan(mean) else max(worst, mean)
-            ax.plot(widths, drift[:, -1], marker="o", label=f"{layer} ({mean:.2f})")
-        verdict = "pass" if worst <= 0.1 else "fail"
-        verdicts.append(f"{label(c.name)} {verdict} ({worst:.2f})")
-        claim = f"{label(c.name)} {'passes' if c.rules else 'fails'} the coordinate check"
-        found.checks[claim] = (worst <= 0.1) == bool(c.rules)
-        width_axis(ax, widths)
-        ax.set(yscale="log", title=f"{label(c.name)}: {verdict}")
+            ax.plot(sizes, drift[:, -1], marker="o", label=f"{layer} ({mean:.2f})")
+        verdict, of = "pass" if worst <= 0.1 else "fail", f"{label(name)}, {against}"
+        verdicts.append(f"{of} {verdict} ({worst:.2f})")
+        passes = bool(c.rules) and name != "mulo_m without input rule"
+        claim = f"{label(name)} {'passes' if passes else 'fails'} the coordinate check in {against}"
+        found.checks[claim] = (worst <= 0.1) == passes
+        width_axis(ax, sizes)
+        ax.set(xlabel=against, yscale="log", title=f"{of}: {verdict}")
         ax.legend(fontsize=7)
     found.axes[0].set_ylabel(f"change of pre-activations, step {at[-1]}")
-    head = "Mean |slope| of log drift against log width, in the worst layer"
-    found.said.append(f"{head}: {', '.join(verdicts)}.")
+    head = "Mean |slope| of log drift against log width or input size, in the worst layer"
+    found.said.append(f"{head}: {'; '.join(verdicts)}.")
     return found
 
 

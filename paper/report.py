@@ -112,10 +112,10 @@ def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
     wide.minorticks_off()
     wide.set_title(f"{kind}: wider than meta-trained")
     wide.legend(fontsize=8)
-    rows = read_table(folder / "coord.csv")[1:]
+    rows = [row for row in read_table(folder / "coord.csv") if row[1] == "width"]
     names = list(dict.fromkeys(row[0] for row in rows))
     for x, name in enumerate(names):
-        slopes = [min(float(row[2]), 2.0) for row in rows if row[0] == name]
+        slopes = [min(float(row[3]), 2.0) for row in rows if row[0] == name]
         places = [x + 0.8 * (k + 0.5) / len(slopes) - 0.4 for k in range(len(slopes))]
         check.bar(places, slopes, 0.7 / len(slopes), color=colour(name))
     check.axhline(0.1, color="k", lw=0.8, ls=":")
@@ -151,7 +151,8 @@ task's smallest width, and under a cosine with its rate tuned at every width. Ne
 have 2 seeds."""),
     "coord": ("Coordinate check", """
 Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
-grows with it (figure 2, appendix)."""),
+grows with it (figure 2, appendix). The check against the size of the inputs, with the input rule
+and without, is ours."""),
     "stability": ("Stable activations", """
 In a deep net first-layer pre-activations stay stable with μLO_M and grow with LO_M; over a long run
 the logits of μLO_M grow steadily, those of LO_M jump (appendix)."""),
