@@ -35,8 +35,8 @@ WIDE, NARROW = (64, 256, 1024), (64, 128)
 TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "c10s_mlp_w{}_d3": WIDE, "c10b_mlp_w{}_d3": WIDE, "fashion_mlp_w{}_d3": WIDE,
     "teacher256_mlp_w{}_d3": WIDE, "teacher1024_mlp_w{}_d3": WIDE, "teacher2_mlp_w{}_d3": WIDE,
-    "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": NARROW, "c10s_vit_w{}_d3_b32": NARROW,
-    "text_lm_w{}_d2_b16": NARROW,
+    "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": NARROW, "c10s_vit_w{}_d3_b16": NARROW,
+    "text_lm_w{}_d2_b8": NARROW,
 }  # fmt: skip
 
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
@@ -58,7 +58,7 @@ class Suite:
     images: dict[int, str] = dataclasses.field(default_factory=lambda: IMAGES)
     seeds: int = 5
     scale: str = "desk"
-    ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
+    ablate_widths: tuple[int, ...] = (64, 256, 1024, 2048)  # the last for epsilons only
     ablate_seeds: int = 2  # of meta-training
     ablate_recipe: tuple[tuple[str, int], ...] = ()  # changes to every recipe
 
