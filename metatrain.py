@@ -2,6 +2,8 @@
 
     python metatrain.py                         # mulo_m at desk scale: minutes on a laptop
     python metatrain.py lo_m --seed 1           # the same recipe in standard parametrization
+    python metatrain.py mulo_x                  # on a mixture of tasks and families: an hour
+    python metatrain.py --mixture fashion8_mlp_w32_d3 teachera_mlp_w16_d2_b32     # your own
     python metatrain.py mulo_m --scale paper --device cuda     # the paper's recipe, on one GPU
     python metatrain.py mulo_m --scale paper --dry-run         # memory and time on a GPU, estimated
     torchrun --nproc-per-node 2 metatrain.py    # the perturbations split over processes
@@ -119,7 +121,7 @@ DESK = {
     "hidden_size": 8, "sigma": 0.05, "unroll": 500, "shortest": 500, "truncation": 25,
     "steps": 800, "warmup": 50, "lr": 3e-3, "lr_end": 3e-4, "micro_batch": 8, "anneal": 0.5,
 }  # fmt: skip
-DESK_MUP = {"input_base": 64.0, "by_channels": True}  # the rules beyond the paper
+INPUTS = {"desk": 64.0, "paper": 3072.0}  # input_base of the recipes under μP
 SP = {"mup": False, "lam1": 0.001}
 VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
 DESK_VELO = {  # a bank of 256, as in the authors' VeLO: small ones make large MLPs, and noise
@@ -155,8 +157,8 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
     if scale not in SCALES:
         raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.")
     fields = {"name": name} | (DESK if scale == "desk" else {}) | RECIPES[name]
-    if scale == "desk" and fields.get("mup", True):
-        fields |= DESK_MUP
+    if fields.get("mup", True):  # rules beyond the paper; in meta-training itself they are 1
+        fields |= {"input_base": INPUTS[scale], "by_channels": True}
     if scale == "desk" and fields.get("net") == "velo":
         fields |= DESK_VELO if fields.get("mup", True) else DESK_VELO | DESK_VELO_SP
     if name.endswith("_s"):
@@ -430,6 +432,9 @@ def _parser() -> argparse.ArgumentParser:
     numbers.add_argument(
         "--widths", type=int, nargs="+", metavar="N", help="of the nets it is meta-trained on"
     )
+    numbers.add_argument(
+        "--mixture", nargs="+", metavar="TASK", help="tasks in place of kind, widths and depth"
+    )
     numbers.add_argument("--kind", help="of task, see `python tasks.py`; a .py file: one's own")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
     numbers.add_argument(
@@ -445,7 +450,7 @@ def _changes(args: argparse.Namespace) -> dict:
     found = {k: v for k, v in found.items() if v is not None and k != "scale"}
     if found.get("kind", "").endswith(".py"):
         found["kind"] = os.path.abspath(found["kind"])  # so that a run resumes from any folder
-    return {k: tuple(v) if k == "widths" else v for k, v in found.items()}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
 def _start(args: argparse.Namespace, device: str) -> Run:
