@@ -156,6 +156,8 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
         raise ValueError(f"unknown recipe {name!r}: use one of {', '.join(RECIPES)}.")
     if scale not in SCALES:
         raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.")
+    if "mixture" in RECIPES[name] and scale != "desk":
+        raise ValueError(f"{name} is not in the paper: leave --scale out.")
     fields = {"name": name} | (DESK if scale == "desk" else {}) | RECIPES[name]
     if fields.get("mup", True):  # rules beyond the paper; in meta-training itself they are 1
         fields |= {"input_base": INPUTS[scale], "by_channels": True}

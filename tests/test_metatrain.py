@@ -18,6 +18,7 @@ import torch
 import checkpoints
 import metatrain
 import mulo
+from paper import choose, claims
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +38,7 @@ PAPER = {  # name: mup, lam1, widths, net, hidden size, truncation, steps
 }
 
 
-@pytest.mark.parametrize("name", metatrain.RECIPES)
+@pytest.mark.parametrize("name", PAPER)
 def test_recipes(name):
     r, desk = metatrain.recipe(name, "paper"), metatrain.recipe(name)
     own = (r.mup, r.lam1, r.widths, r.net, r.hidden_size, r.truncation, r.steps)
@@ -50,6 +51,20 @@ def test_recipes(name):
     config = metatrain.new_lo(r).config
     assert not config.param_scale_mult
     assert config.t_max == (1000 if r.net == "small_fc" else None)
+    assert config.input_base == (3072 if r.mup else None)
+
+
+def test_the_general_recipe():
+    """A mixture without CIFAR-10 and text, which are kept for evaluation; at desk scale only."""
+    r = metatrain.recipe("mulo_x")
+    sets = {task.dataset for task in r.tasks()}
+    assert {task.family for task in r.tasks()} == {"mlp", "conv", "vit", "lm"}
+    assert not [name for name in sets if name.startswith(("cifar", "text"))]
+    used = {name.format(w) for name, widths in claims.TRANSFER.items() for w in widths}
+    used |= {name for name, _, _ in choose.VALIDATION + choose.OTHER_FAMILIES}
+    assert not used & set(r.mixture)
+    with pytest.raises(ValueError, match="not in the paper"):
+        metatrain.recipe("mulo_x", "paper")
 
 
 def command(out, minutes=0, name="mulo_m", **changes):
