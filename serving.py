@@ -3,24 +3,25 @@
     opt = OrtMuLO(mulo.param_groups(model, roles), "exported/mulo_m.json")
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
-`OrtMuLO` is `mulo.MuLO` with its arithmetic done by onnxruntime: the same param groups and the same
-state_dict, so a run may change from one to the other. Small tensors of one size share a call. State
-is kept in the graphs' memory layout, (b, e, m, n): a step transposes only parameters and gradients.
-VeLO's LSTM, next to no work, stays in torch: its loss features cancel in float32, and differ
-between runtimes by 1e-4.
+`OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run may change from one to
+the other. State is kept in the graphs' memory layout: a step transposes only parameters and
+gradients. VeLO's LSTM stays in torch: its loss features cancel in float32.
 
-onnxruntime broadcasts, accepts empty tensors and NaNs, and falls back to the CPU silently when CUDA
-cannot be had. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA 13
-and cuDNN 9.
+onnxruntime broadcasts, accepts empty tensors and NaNs, and falls back to the CPU silently where it
+cannot use CUDA. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA
+13 and cuDNN 9. It works on a torch stream, so that only the checks of every 100th step sync.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,51 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return bool(torch.stack([x.sum(dtype=torch.float32) for x in tensors]).isfinite().all())
 
 
+def why_no_cuda() -> str:
+    """onnxruntime's own words, which it only logs; it raises them if told to load its library."""
+    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
+        try:
+            onnxruntime.register_execution_provider_library("CUDA", str(file))
+        except Exception as error:  # onnxruntime raises many types, none of them public
+            return str(error)
+    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
+
+
+def open_graph(
+    path: str | Path, options: onnxruntime.SessionOptions, provider: str, settings: dict[str, str]
+) -> onnxruntime.InferenceSession:
+    """Open a graph with this provider, or quote why onnxruntime cannot."""
+    try:
+        given = path, options, [(provider, settings)]
+        session = onnxruntime.InferenceSession(*given, enable_fallback=False)
+    except RuntimeError as error:  # CUDA has no driver or no GPU
+        session, reason = None, str(error)
+    except Exception as error:
+        wrong = f"{path} is damaged or not an ONNX file ({error})"
+        raise ValueError(f"{wrong}: export it anew.") from error
+    if session and session.get_providers()[0] == provider:
+        return session
+    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here"
+    fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
+    raise RuntimeError(f"{cannot} ({why_no_cuda() if session else reason}): {fix}.")
+
+
+def copies(graph: onnx.GraphProto) -> list[str]:
+    """onnxruntime's copies between CPU and GPU, each by the operators at its CPU end.
+
+    A node without a CUDA kernel runs on the CPU, between such copies.
+    """
+    found = []
+    for node in graph.node:
+        if node.op_type == "MemcpyToHost":
+            found.append(" and ".join(x.op_type for x in graph.node if node.output[0] in x.input))
+        elif node.op_type == "MemcpyFromHost":
+            found.append(" and ".join(x.op_type for x in graph.node if node.input[0] in x.output))
+        for attribute in node.attribute:
+            found += copies(attribute.g)  # the body of a Loop
+    return found
+
+
 class Session:
     """One exported ONNX graph on the CPU or on CUDA: tensors by name in, new tensors out."""
 
@@ -59,35 +105,36 @@ class Session:
         threads: int | None = None,
         block: int | None = None,  # entries that the network works on at a time; all on CUDA
     ):
-        self.device, cuda = torch.device(device), torch.device(device).type == "cuda"
-        if cuda and self.device.index is None and torch.cuda.is_available():
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        if self.device.type not in PROVIDERS:
+        self.device, self.stream = torch.device(device), None
+        provider, settings = PROVIDERS.get(self.device.type), {}
+        cuda = self.device.type == "cuda"
+        if provider is None:
             raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
         if not Path(path).is_file():
             raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
-        options = onnxruntime.SessionOptions()
+        options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
         options.log_severity_level = 4  # errors are raised
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
         if block or cuda:
             self.block = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([block or 2**40]))
             options.add_initializer("block", self.block)
-        wanted, settings = PROVIDERS[self.device.type], {}
-        cannot = (
-            f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here: install "
-            "onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'."
-        )
-        if wanted not in onnxruntime.get_available_providers():
-            raise RuntimeError(cannot)
-        if cuda:  # TF32, the default, has 10 bits of mantissa
-            settings = {"device_id": str(self.device.index), "use_tf32": "0"}
-        try:
-            self.session = onnxruntime.InferenceSession(path, options, [(wanted, settings)])
-        except Exception as error:  # onnxruntime raises many types, none of them public
-            raise ValueError(f"{path} is damaged or not an ONNX file: export it anew.") from error
-        if self.session.get_providers()[0] != wanted:  # available does not mean usable
-            raise RuntimeError(cannot)
+        if cuda:
+            settings["use_tf32"] = "0"  # TF32, the default, has 10 bits of mantissa
+        if cuda and torch.cuda.is_available():  # torch's default stream is 0, here that means none
+            self.stream = torch.cuda.Stream(self.device)
+            self.device = self.stream.device  # with its index
+            settings["device_id"] = str(self.device.index)
+            settings["user_compute_stream"] = str(self.stream.cuda_stream)
+            self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        with tempfile.TemporaryDirectory() as folder:
+            if cuda:
+                options.optimized_model_filepath = str(Path(folder, "placed.onnx"))
+            self.session = open_graph(path, options, provider, settings)
+            if found := cuda and copies(onnx.load(options.optimized_model_filepath).graph):
+                what = f"copies {len(found)} values per call between CPU and GPU"
+                near = ", ".join(sorted(set(found)))
+                warnings.warn(f"onnxruntime {what} in {path}, next to {near}.", stacklevel=4)
         meta = self.session.get_modelmeta()
         self.config = export.read_config(meta.custom_metadata_map.get("mulo", ""), path)
         self.kind = meta.graph_name
@@ -138,32 +185,27 @@ class Session:
             self.binding.bind_input(name, *where, tuple(x.shape), x.data_ptr())
         for name, x in outputs.items():
             self.binding.bind_output(name, *where, tuple(x.shape), x.data_ptr())
-        if self.device.type == "cuda":  # onnxruntime has a stream of its own
-            torch.cuda.current_stream(self.device).synchronize()
-        self.session.run_with_iobinding(self.binding)
-        self.binding.synchronize_outputs()
+        if self.stream:  # order the two streams on the GPU; the host waits for neither
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.session.run_with_iobinding(self.binding, self.run_options)
+        if self.stream:  # so torch may reuse the memory of the inputs, too
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return outputs
 
 
-def order_of(rank: int, dims: Dims) -> list[int]:
-    """The axes of a tensor with d1 and d0 last."""
-    return [k for k in range(-rank, 0) if k not in (dims or ())] + list(dims or ())
-
-
-def permuted(x: Tensor, order: list[int]) -> Tensor:
-    """The last axes of x in another order."""
-    return x.permute(*range(x.ndim - len(order)), *order)
+def as_in_graph(x: Tensor, dims: Dims) -> Tensor:
+    """A view with the axes m and n last."""
+    return x.movedim(dims, (-2, -1)) if dims else x
 
 
 class Laid:
-    """A Stack of one tensor, with views of it in the order of axes of its graph, (..., m, n)."""
+    """A Stack of one tensor, with views of it in the order of axes of its graph."""
 
     def __init__(self, stack: Stack):
-        self.stack, self.p, self.acc = stack, stack.p, stack.acc
+        self.stack, self.p, self.acc, self.dims = stack, stack.p, stack.acc, stack.dims
         self.kind = "tensor" if stack.dims else "vector"
-        self.order = order_of(stack.p.ndim - 1, stack.dims)
         given = {"p": stack.p, **stack.acc._asdict()}
-        self.views = {k: permuted(x, self.order) for k, x in given.items()}
+        self.views = {k: as_in_graph(x, stack.dims) for k, x in given.items()}
 
 
 class OrtMuLO(MuLO):
@@ -218,13 +260,11 @@ class OrtMuLO(MuLO):
 
     def _in_layout(self, p: Tensor, out_axis: int, state: dict) -> dict[str, Tensor]:
         """State in the memory layout of the graphs, so that steps need not transpose it."""
-        shape, laid = tuple(p.shape) or (1,), {}
-        order = order_of(len(shape), features.factored_dims(shape, out_axis))
-        for k in Accumulators._fields:
-            x = state[k]
-            axes = [*range(x.ndim - len(order)), *(axis + x.ndim for axis in order)]
-            laid[k] = torch.empty_permuted(x.shape, axes, dtype=x.dtype, device=x.device).copy_(x)
-        return state | laid
+        if dims := features.factored_dims(tuple(p.shape) or (1,), out_axis):
+            for k in Accumulators._fields:
+                x = as_in_graph(state[k], dims).contiguous()
+                state[k] = x.movedim((-2, -1), dims)
+        return state
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         """Check the parameters; this comes before anything is changed."""
@@ -276,16 +316,18 @@ class OrtMuLO(MuLO):
                 x = torch.cat(parts).float()
             else:  # torch is fast if it transposes two axes
                 x = parts[0].squeeze().float().contiguous().view(parts[0].shape)
-            lead = x.ndim - len(some[0].order)
+            lead = x.ndim - some[0].p.ndim + 1  # e is all axes between these and m
             return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
 
         inputs = {k: gather([x.views[k] for x in some]) for k in some[0].views}
-        inputs["g"] = gather([permuted(grads[n], stacks[n].order) for n in index])
-        inputs |= dict(zip(("t", "scale", "decay", "eps_scale"), values[:, 0, index], strict=True))
+        inputs["g"] = gather([as_in_graph(grads[n], stacks[n].dims) for n in index])
+        numbers = torch.cat([values[:, 0, n : n + 1] for n in index], 1)  # a list index would sync
+        inputs |= dict(zip(("t", "scale", "decay", "eps_scale"), numbers, strict=True))
         if self.lo.config.eps != "fan_in":
             del inputs["eps_scale"]
         if self.lo.config.net == "velo":
-            inputs |= {k: w[0, index] for k, w in weights.phi.items() if k[0] in "wb"}
+            phi = {k: w[0] for k, w in weights.phi.items() if k[0] in "wb"}
+            inputs |= {k: torch.cat([w[n : n + 1] for n in index]) for k, w in phi.items()}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
         outputs = self.session(kind).run(inputs, finite=())
         for k in some[0].views:
