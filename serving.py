@@ -80,10 +80,7 @@ def open_graph(
 
 
 def copies(graph: onnx.GraphProto) -> list[str]:
-    """onnxruntime's copies between CPU and GPU, each by the operators at its CPU end.
-
-    A node without a CUDA kernel runs on the CPU, between such copies.
-    """
+    """The copies around nodes that have no CUDA kernel, each by the operators at its CPU end."""
     found = []
     for node in graph.node:
         if node.op_type == "MemcpyToHost":
@@ -169,10 +166,7 @@ class Session:
     def run(
         self, inputs: dict[str, Tensor], finite: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """Run the graph. All inputs but the gradient and the loss must be finite (`finite`: these).
-
-        The graph counts a gradient's NaN and infinite entries as 0.
-        """
+        """Run the graph. Inputs in `finite` must be finite; by default all but g and the loss."""
         sizes = self.check(inputs)
         for name in inputs.keys() - {"g", "loss"} if finite is None else finite:
             check_finite(name, inputs[name])
