@@ -4,13 +4,10 @@
     python export.py runs/mine/lo.pt --out DIR # any learned optimizer
     python export.py --verify exported         # checks files that are there
 
-A learned optimizer is one graph per kind of tensor, state in and state out:
+A learned optimizer is one graph per kind of tensor, state in and state out (USES has the details):
 
-    tensor   rank 2 and more, as (b, e, m, n). Axis n is the largest axis of the tensor and m the
-             next (features.factored_dims, ties included), so the caller transposes tall matrices;
-             e is all other axes, flattened (1 for a matrix); b tensors of one shape go together.
-             A tensor with m > n gets parameters that are all NaN, not a wrong update.
-    vector   rank 0 and 1, as (b, n)
+    tensor   b tensors of rank 2 and more, as (b, e, m, n): n is the largest axis, m the next
+    vector   b tensors of rank 0 and 1, as (b, n)
     hyper    VeLO only, before the steps: the LSTM, which generates the network of every tensor
 
 Each graph is an .onnx file (opset 20) and a .pt2 file (torch.export); one .ts file (TorchScript,
@@ -30,14 +27,13 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
 from functools import partial, partialmethod
 from itertools import pairwise, product
 from pathlib import Path
 
 import onnxruntime
 import torch
-from onnx import TensorProto, helper
+from onnx import GraphProto, TensorProto, helper
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -53,6 +49,8 @@ FORMAT, VERSION = "mulo-export", 2
 TOLERANCE = 3e-6  # of the largest update, or entry of the state
 BLOCK = 262_144  # floats of a hidden layer that onnxruntime works on at a time
 SIZES = {"b": 2, "e": 3, "m": 5, "n": 7, "T": 11}  # to trace with: none is 1
+LOGGER = logging.getLogger("torch.onnx._internal.exporter._registration")
+LOGGER.setLevel(logging.ERROR)  # it warns that there is no torchvision
 Shapes = dict[str, tuple[int | str, ...]]  # by name; letters are free sizes
 
 
@@ -96,22 +94,16 @@ class Graphs(nn.Module):
         buffers = {"times": torch.tensor(times), "one": torch.ones(1)}
         rates = features.rates_of({"w0": torch.zeros(1, 1, 1)} if velo else mulo.stacked(lo))
         buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
-        if not velo or "hyper" in (only or kinds(lo.config)):
-            buffers |= {f"phi_{k}": w for k, w in mulo.stacked(lo).items()}
+        if not velo or "hyper" in (only or kinds(lo.config)):  # VeLO's steps are given theirs
+            buffers |= mulo.stacked(lo)
         for k, x in buffers.items():
             self.register_buffer(k, x.detach().float().clone())
 
-    def phi(self, x: dict[str, Tensor] | None = None) -> features.Phi:
-        """The weights and rates; the weights of VeLO's step are among its inputs x."""
-        rates = {k: w for k, w in self.named_buffers() if k.startswith("rate_")}
-        if self.config.net == "velo" and x is not None:
-            return rates | {k: w for k, w in x.items() if k[0] in "wb"}
-        return rates | {k[4:]: w for k, w in self.named_buffers() if k.startswith("phi_")}
-
     def step(self, kind: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         x = dict(zip(shapes(self.config, kind)[0], inputs, strict=True))
-        acc, w, X, ys, scale = self.prepare(kind, x)
-        p = folded.update(self.config, self.phi(x), x["p"], w, X, ys, scale, x["decay"])
+        phi = dict(self.named_buffers()) | x  # VeLO's weights are among its inputs
+        acc, *layer, scale = self.prepare(kind, x, phi)
+        p = folded.update(self.config, phi, x["p"], *layer, scale, x["decay"])
         if "features" not in x:
             return p, *acc
         seen = features.tensor_features(p, acc.M, acc.V, torch.zeros((), device=p.device))
@@ -120,8 +112,8 @@ class Graphs(nn.Module):
 
     tensor, vector = partialmethod(step, "tensor"), partialmethod(step, "vector")
 
-    def prepare(self, kind: str, x: dict[str, Tensor]) -> tuple:
-        """The step up to the network's first layer, as in folded.prepare."""
+    def prepare(self, kind: str, x: dict[str, Tensor], phi: features.Phi) -> tuple:
+        """The step up to the network's first layer: `folded.prepare`; if m > n, scale is NaN."""
         p, scale, dims = x["p"], x["scale"], None
         if kind == "tensor":
             dims, spare = (-2, -1), torch.ones_like(scale) * (p.shape[-1] - p.shape[-2])  # n - m
@@ -129,35 +121,22 @@ class Graphs(nn.Module):
         if self.config.param_scale_mult:
             scale = scale * features.param_scale(p)
         acc = Accumulators(*(x[k] for k in Accumulators._fields))
-        one = x.get(
-            "eps_scale", self.one
-        )  # ONNX optimizers delete the epsilons if they are scalars
+        one = x.get("eps_scale", self.one)  # ONNX optimizers delete epsilons that are scalars
         given = p, x["g"], x["t"], scale, dims, one, self.times
-        return folded.prepare(self.config, self.phi(x), acc, *given)
+        return folded.prepare(self.config, phi, acc, *given)
 
     def hyper(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         x = dict(zip(shapes(self.config, "hyper")[0], inputs, strict=True))
-        memory = LossBuffer(*(x[f"loss_{k}"][None] for k in LossBuffer._fields))
-        rest = x["t"][None], x["num_steps"], x["features"][None], x["h"][None], x["cell"][None]
-        memory, h, cell, weights, alpha = mulo.generate(
-            self.config, self.phi(), memory, x["loss"][None], x["loss_decay"], *rest, self.times
-        )
+        net = {k: v[None] for k, v in x.items()}  # one net
+        memory = LossBuffer(*(net[f"loss_{k}"] for k in LossBuffer._fields))
+        given = memory, net["loss"], x["loss_decay"], net["t"], x["num_steps"]
+        given += net["features"], net["h"], net["cell"], self.times
+        phi = dict(self.named_buffers())
+        memory, h, cell, weights, alpha = mulo.generate(self.config, phi, *given)
         return tuple(y[0] for y in (*memory, h, cell, alpha, *weights.values()))
 
 
 # ---------------------------------------------------------------- the formats
-
-
-@contextmanager
-def quiet():
-    """Without the exporters' warnings and progress."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(level)
 
 
 def example(inputs: Shapes) -> tuple[Tensor, ...]:
@@ -199,29 +178,29 @@ def to_torchscript(lo: LO, text: str) -> bytes:
 def to_onnx(lo: LO, kind: str, text: str) -> bytes:
     graphs, (inputs, outputs) = Graphs(lo, kind), shapes(lo.config, kind)
     if kind == "tensor" and lo.config.net == "small_fc":  # VeLO's hidden layers are small
-        nodes, constants = in_blocks(graphs, inputs)
+        graph = in_blocks(graphs, inputs)
     else:
         program = to_program(graphs, getattr(graphs, kind), inputs)
         graph = onnxgraphs.convert(program, inputs, outputs)
-        nodes, constants = graph.node, graph.initializer
     value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT)
     ends = ([value(name=k, shape=s) for k, s in x.items()] for x in (inputs, outputs))
-    model = helper.make_model(
-        helper.make_graph(nodes, kind, *ends, constants), **onnxgraphs.VERSIONS
-    )
+    graph = helper.make_graph(graph.node, kind, *ends, graph.initializer)
+    model = helper.make_model(graph, **onnxgraphs.VERSIONS)
     model.metadata_props.add(key="mulo", value=text)
     return model.SerializeToString()
 
 
-def in_blocks(graphs: Graphs, inputs: Shapes) -> tuple[list, list]:
-    """ONNX nodes and initializers of the `tensor` graph: the network loops over blocks of rows."""
+def in_blocks(graphs: Graphs, inputs: Shapes) -> GraphProto:
+    """The `tensor` graph in ONNX: the network loops over blocks of rows."""
+    config, phi = graphs.config, dict(graphs.named_buffers())
 
     def front(*given: Tensor) -> tuple[Tensor, ...]:
-        acc, w, X, ys, scale = graphs.prepare("tensor", dict(zip(inputs, given, strict=True)))
+        x = dict(zip(inputs, given, strict=True))
+        acc, w, X, ys, scale = graphs.prepare("tensor", x, phi)
         return *acc, w, X, *ys, scale
 
     def network(p, w, X, y_row, y_col, rate, decay) -> Tensor:
-        return folded.update(graphs.config, graphs.phi(), p, w, X, [y_row, y_col], rate, decay)
+        return folded.update(config, phi, p, w, X, [y_row, y_col], rate, decay)
 
     h, k = front(*example(inputs))[4].shape[1:]
     made = {"w": ("b", h, k), "X": ("b", k, "e", "m", "n"), "y_row": ("b", h, "e", "m", 1)}
@@ -229,14 +208,16 @@ def in_blocks(graphs: Graphs, inputs: Shapes) -> tuple[list, list]:
     given = {"p": inputs["p"]} | made | {"decay": ("b",)}
     names = [f"{k}_block" if k in ("p", "X", "y_row") else k for k in given]
     outputs = [*(f"new_{k}" for k in Accumulators._fields), *made]
-    first = onnxgraphs.convert(to_program(graphs, front, inputs), inputs, outputs, "front_")
+    graph = onnxgraphs.convert(to_program(graphs, front, inputs), inputs, outputs, "front_")
     body = onnxgraphs.convert(to_program(graphs, network, given), names, ["new_p_block"], "net_")
-    [cat] = [node for node in first.node if node.output[0] == "X"]  # concatenate in the Loop
+    [cat] = [node for node in graph.node if node.output[0] == "X"]  # concatenate in the Loop
     blocks = [f"{k}_block" for k in cat.input]
     body.node.insert(0, helper.make_node("Concat", blocks, ["X_block"], axis=1))
-    first.node.remove(cat)
+    graph.node.remove(cat)
     nodes, constants = onnxgraphs.loop(body, ["p", "y_row", *cat.input], BLOCK // h, "new_p")
-    return [*first.node, *nodes], [*constants, *first.initializer, *body.initializer]
+    graph.node.extend(nodes)
+    graph.initializer.extend([*constants, *body.initializer])
+    return graph
 
 
 # ---------------------------------------------------------------- the contract
@@ -254,13 +235,15 @@ MEANINGS = {"p": "parameter", "g": "gradient", "M": "momenta", "V": "second mome
     "loss_decay": "exp(-1/x), x: 10 values from 10 to num_steps, evenly spaced in log x (all 10 "
     "with use_bugged_loss_features)",
 }
-NOTES = {
+USES = {
     "tensor": "rank 2 and more: n is the largest axis, m the next, e all others in their order, "
     "flattened. Of equal axes the largest is out (torch's first), then in (torch's second), then "
     "the others from the last one backwards. Embeddings and transposed convolutions store (in, "
     "out, ...). b tensors of one shape go together. With m > n all of new_p is NaN.",
     "vector": "rank 0 and 1; b tensors of one size go together.",
     "hyper": "once before the steps, for all T tensors: gives each its w0, b0, ... and alpha.",
+}
+NOTES = {
     "state": "output new_x is input x of the next step; `first` is x before the first.",
     "mup": "powers of fan_in, the number of inputs that one output sums; biases, norms and "
     "embeddings are input with fan_in 1. Roles: input if only fan_out grows with width, hidden if "
@@ -286,31 +269,33 @@ def signature(lo: LO, kind: str) -> dict:
     if kind == "hyper":
         first |= {"h": lo.hidden0[0].tolist(), "cell": lo.cell0[0].tolist()}
     inputs, outputs = shapes(lo.config, kind)
-    given = [{"name": k, "shape": s, "dtype": "float32"} for k, s in inputs.items()]
-    made = [{"name": k, "shape": s, "dtype": "float32"} for k, s in outputs.items()]
-    for x, name in zip(given, inputs, strict=True):
-        x |= {"meaning": MEANINGS[name]} if name in MEANINGS else {}
-        x |= {"first": first.get(name, 0.0)} if f"new_{name}" in outputs and name != "p" else {}
-    return {"use": NOTES[kind], "inputs": given, "outputs": made}
+    found = {"use": USES[kind], "inputs": [], "outputs": []}
+    for k, shape in inputs.items():
+        x = {"name": k, "shape": shape, "dtype": "float32"}
+        x |= {"meaning": MEANINGS[k]} if k in MEANINGS else {}
+        x |= {"first": first.get(k, 0.0)} if f"new_{k}" in outputs and k != "p" else {}
+        found["inputs"].append(x)
+    for k, shape in outputs.items():
+        found["outputs"].append({"name": k, "shape": shape, "dtype": "float32"})
+    return found
 
 
 def describe(lo: LO, name: str) -> dict:
     """All that a program must know to use the files: what <name>.json says."""
-    config, velo = lo.config, lo.config.net == "velo"
-    rates = {k[5:]: x.flatten().tolist() for k, x in Graphs(lo).named_buffers() if k[:4] == "rate"}
+    config, velo, buffers = lo.config, lo.config.net == "velo", dict(Graphs(lo).named_buffers())
     names = {"init": "init variance", "multiplier": "output multiplier", "update": "update"}
     time = ("tanh(10 (t/num_steps - x))", "tanh(t/num_steps - 10 x)", "tanh(t/x - 1)", "tanh(t/x)")
     time = time[2 * (not velo) + (config.spec == "paper")]
     about = {"format": FORMAT, "version": VERSION, "name": name, "torch": torch.__version__}
     return about | {
         "lo": vars(config),
-        "notes": {k: x for k, x in NOTES.items() if k not in ("tensor", "vector", "hyper")},
+        "notes": NOTES,
         "mup": {k: {names[x]: n for x, n in rule._asdict().items()} for k, rule in RULES.items()},
         "graphs": {kind: signature(lo, kind) for kind in kinds(config)},
         "clip": features.CLIP[config.net],
         "features": features.feature_names(config.feature_set),
         "time": {"formula": time, "x": features.FRACTIONS if velo else features.TIMESCALES},
-        "1 - beta": rates,
+        "1 - beta": {k: buffers[f"rate_{k}"].flatten().tolist() for k in features.Rates._fields},
         "epsilons": epsilons(config),
     }
 
@@ -323,24 +308,23 @@ def write(
     about: dict | None = None,  # to be kept with the optimizer
 ) -> Path:
     """Write the files of a learned optimizer to a folder; the path of its .json, written last."""
-    out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out.") from None
-    config = describe(lo, name)
+    out, config = Path(out), describe(lo, name)
     text, makers = json.dumps(config, separators=(",", ":")), {}
     for kind in kinds(lo.config):
         makers[f"{name}.{kind}.onnx"] = partial(to_onnx, lo, kind, text)
         makers[f"{name}.{kind}.pt2"] = partial(to_pt2, lo, kind, text)
     makers[f"{name}.ts"] = partial(to_torchscript, lo, text)
-    files = [k for k in makers if k.rpartition(".")[2] in suffixes]
+    makers = {k: make for k, make in makers.items() if k.rpartition(".")[2] in suffixes}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out.") from None
     checkpoints.save(lo, out / f"{name}.pt", **(about or {}))
-    for file in tqdm(files, f"exporting {name}", unit="file"):
-        with quiet(), torch.no_grad():
-            content = makers[file]()
+    for file, make in tqdm(makers.items(), f"exporting {name}", unit="file"):
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            content = make()
         checkpoints.write_atomically(out / file, content)
-    files = [f"{name}.pt", *files]
+    files = f"{name}.pt", *makers
     config["sha256"] = {k: hashlib.sha256((out / k).read_bytes()).hexdigest() for k in files}
     checkpoints.write_atomically(out / f"{name}.json", json.dumps(config, indent=1))
     return out / f"{name}.json"
@@ -383,28 +367,26 @@ def checked(folder: Path, name: str, config: dict) -> Path:
     return path
 
 
-def open_graphs(path: str | Path, config: dict | None = None) -> dict[str, Callable]:
-    """The graphs in a file of any format, by name; the file must carry `config`, if given."""
+def open_graphs(path: str | Path) -> dict[str, Callable]:
+    """The graphs in a file of any format, by name."""
     path, extra = Path(path), {"mulo.json": ""}
     try:
-        with quiet():
+        with warnings.catch_warnings(action="ignore"):
             if path.suffix == ".onnx":
-                run = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-                extra = {"mulo.json": run.get_modelmeta().custom_metadata_map["mulo"]}
+                session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+                extra = {"mulo.json": session.get_modelmeta().custom_metadata_map["mulo"]}
+                run = partial(run_onnx, session)
             elif path.suffix == ".pt2":
                 run = torch.export.load(path, extra_files=extra).module()
             else:
                 run = torch.jit.load(path, _extra_files=extra)
     except Exception as error:  # torch and onnxruntime raise many types here
-        raise ValueError(
-            f"{path} is missing, damaged or of another format: export it anew."
-        ) from error
-    found = read_config(extra["mulo.json"], path)
-    if config is not None and found != config:
-        raise ValueError(f"{path} carries another config than its .json: export it anew.")
+        wrong = f"{path} is missing, damaged or of another format"
+        raise ValueError(f"{wrong}: export it anew.") from error
+    config = read_config(extra["mulo.json"], path)
     if path.suffix == ".ts":
-        return {kind: getattr(run, kind) for kind in found["graphs"]}
-    return {path.stem.rpartition(".")[2]: partial(run_onnx, run) if path.suffix == ".onnx" else run}
+        return {kind: getattr(run, kind) for kind in config["graphs"]}
+    return {path.stem.rpartition(".")[2]: run}
 
 
 def run_onnx(session: onnxruntime.InferenceSession, *inputs: Tensor) -> list[Tensor]:
@@ -442,25 +424,21 @@ def cases(config: LOConfig, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]
         yield f"{size.replace(' ', 'x')}, {what}", x
 
 
-def difference(names: Iterable[str], given: Iterable, right: Iterable, p: Tensor) -> float:
-    """The largest error of any output relative to its largest entry; of new_p, to the update's."""
-    worst = 0.0
-    for name, a, b in zip(names, given, right, strict=True):
-        a, b = (y.double() - p.double() if name == "new_p" else y.double() for y in (a, b))
-        if a.shape != b.shape or not a.isfinite().all():
-            return math.inf
-        worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)))
-    return worst
-
-
 def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[float, str]]:
-    """The largest error of each file's graph, and where, against the graph in float64."""
+    """The largest error of each file's graph, and where, against the graph in float64.
+
+    Errors are relative to the largest entry of an output, that of new_p to the largest update.
+    """
     exact, worst = getattr(Graphs(lo, kind).double(), kind), dict.fromkeys(runs, (0.0, "none"))
     for what, x in cases(lo.config, kind):
-        right, p = exact(*(v.double() for v in x.values())), x.get("p", torch.zeros(()))
+        right = exact(*(v.double() for v in x.values()))
         for file, run in runs.items():
+            error = 0.0
             try:
-                error = difference(shapes(lo.config, kind)[1], run(*x.values()), right, p)
+                for k, (a, b) in enumerate(zip(run(*x.values()), right, strict=True)):
+                    size = (b - x["p"] if "p" in x and k == 0 else b).abs().max().clamp_min(1e-30)
+                    off = float((a - b).abs().max() / size)
+                    error = max(error, off if a.shape == b.shape and off < math.inf else math.inf)
             except (RuntimeError, ValueError, TypeError):  # another graph's file
                 error = math.inf
             worst[file] = max(worst[file], (error, what))
@@ -470,14 +448,14 @@ def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[flo
 @torch.no_grad()
 def verify(path: Path, config: dict, say: Callable[[str], None] = print) -> list[str]:
     """Compare every file that a .json lists with its graph in float64; what is wrong."""
-    name, inside = config["name"], {k: x for k, x in config.items() if k != "sha256"}
+    name, ignored = config["name"], {"torch": "", "sha256": {}}
     lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
-    own, runs = json.loads(json.dumps(describe(lo, name))), {kind: {} for kind in kinds(lo.config)}
-    if inside | {"torch": ""} != own | {"torch": ""}:
+    if config | ignored != json.loads(json.dumps(describe(lo, name))) | ignored:
         wrong.append(f"{path} does not describe {name}.pt: export it anew.")
+    runs = {kind: {} for kind in kinds(lo.config)}
     for file in list(config["sha256"])[1:]:  # the first is the .pt
         try:
-            for kind, run in open_graphs(checked(path.parent, file, config), inside).items():
+            for kind, run in open_graphs(checked(path.parent, file, config)).items():
                 runs[kind][file] = run
         except (ValueError, OSError) as error:
             wrong.append(str(error))

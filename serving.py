@@ -3,24 +3,25 @@
     opt = OrtMuLO(mulo.param_groups(model, roles), "exported/mulo_m.json")
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
-`OrtMuLO` is `mulo.MuLO` with its arithmetic done by onnxruntime: the same param groups and the same
-state_dict, so a run may change from one to the other. Tensors are permuted to (b, e, m, n), and
-small ones of one size go together. State is kept in that memory layout: only parameters and
-gradients are transposed at every step. VeLO's LSTM, next to no work, stays in torch: its loss
-features cancel in float32, and differ between runtimes by 1e-4.
+`OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run may change from one to
+the other. State is kept in the graphs' memory layout: a step transposes only parameters and
+gradients. VeLO's LSTM stays in torch: its loss features cancel in float32.
 
-onnxruntime broadcasts, accepts empty tensors and NaNs, and runs on the CPU without a word when CUDA
-cannot be had. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA 13
-and cuDNN 9.
+onnxruntime broadcasts, accepts empty tensors and NaNs, and falls back to the CPU silently where it
+cannot use CUDA. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA
+13 and cuDNN 9. It works on a torch stream, so that only the checks of every 100th step sync.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,16 @@ from features import Accumulators, Dims
 from mulo import MuLO, Stack, Weights
 
 TOGETHER = 2**18  # entries that tensors of one call have together; larger tensors go alone
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def check_finite(name: str, x: Tensor) -> None:
     """Raise unless all entries are finite, and not negative where they are means of squares."""
     low, high = (float(v) for v in torch.aminmax(x))
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"{name} has NaN or infinite entries: go back to a checkpoint.")
-    if low < 0 and name.split()[-1] in ("V", "r", "c"):
-        raise ValueError(f"{name} has negative entries: go back to a checkpoint.")
+    finite = math.isfinite(low) and math.isfinite(high)
+    if not finite or (low < 0 and name.split()[-1] in ("V", "r", "c")):
+        wrong = "negative" if finite else "NaN or infinite"
+        raise ValueError(f"{name} has {wrong} entries: go back to a checkpoint.")
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
@@ -48,12 +50,46 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return bool(torch.stack([x.sum(dtype=torch.float32) for x in tensors]).isfinite().all())
 
 
-def with_index(device: str | torch.device) -> torch.device:
-    """The device, with its index if it is a GPU."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def why_no_cuda() -> str:
+    """onnxruntime's own words, which it only logs; it raises them if told to load its library."""
+    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
+        try:
+            onnxruntime.register_execution_provider_library("CUDA", str(file))
+        except Exception as error:  # onnxruntime raises many types, none of them public
+            return str(error)
+    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
+
+
+def open_graph(
+    path: str | Path, options: onnxruntime.SessionOptions, provider: str, settings: dict[str, str]
+) -> onnxruntime.InferenceSession:
+    """Open a graph with this provider, or quote why onnxruntime cannot."""
+    try:
+        given = path, options, [(provider, settings)]
+        session = onnxruntime.InferenceSession(*given, enable_fallback=False)
+    except RuntimeError as error:  # CUDA has no driver or no GPU
+        session, reason = None, str(error)
+    except Exception as error:
+        wrong = f"{path} is damaged or not an ONNX file ({error})"
+        raise ValueError(f"{wrong}: export it anew.") from error
+    if session and session.get_providers()[0] == provider:
+        return session
+    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here"
+    fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
+    raise RuntimeError(f"{cannot} ({why_no_cuda() if session else reason}): {fix}.")
+
+
+def copies(graph: onnx.GraphProto) -> list[str]:
+    """The copies around nodes that have no CUDA kernel, each by the operators at its CPU end."""
+    found = []
+    for node in graph.node:
+        if node.op_type == "MemcpyToHost":
+            found.append(" and ".join(x.op_type for x in graph.node if node.output[0] in x.input))
+        elif node.op_type == "MemcpyFromHost":
+            found.append(" and ".join(x.op_type for x in graph.node if node.input[0] in x.output))
+        for attribute in node.attribute:
+            found += copies(attribute.g)  # the body of a Loop
+    return found
 
 
 class Session:
@@ -66,11 +102,36 @@ class Session:
         threads: int | None = None,
         block: int | None = None,  # entries that the network works on at a time; all on CUDA
     ):
+        self.device, self.stream = torch.device(device), None
+        provider, settings = PROVIDERS.get(self.device.type), {}
+        cuda = self.device.type == "cuda"
+        if provider is None:
+            raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
         if not Path(path).is_file():
             raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
-        self.device = with_index(device)
-        block = 2**40 if block is None and self.device.type == "cuda" else block
-        self.session = self._open(path, threads or torch.get_num_threads(), block)
+        options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
+        options.log_severity_level = 4  # errors are raised
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
+        if block or cuda:
+            self.block = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([block or 2**40]))
+            options.add_initializer("block", self.block)
+        if cuda:
+            settings["use_tf32"] = "0"  # TF32, the default, has 10 bits of mantissa
+        if cuda and torch.cuda.is_available():  # torch's default stream is 0, here that means none
+            self.stream = torch.cuda.Stream(self.device)
+            self.device = self.stream.device  # with its index
+            settings["device_id"] = str(self.device.index)
+            settings["user_compute_stream"] = str(self.stream.cuda_stream)
+            self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        with tempfile.TemporaryDirectory() as folder:
+            if cuda:
+                options.optimized_model_filepath = str(Path(folder, "placed.onnx"))
+            self.session = open_graph(path, options, provider, settings)
+            if found := cuda and copies(onnx.load(options.optimized_model_filepath).graph):
+                what = f"copies {len(found)} values per call between CPU and GPU"
+                near = ", ".join(sorted(set(found)))
+                warnings.warn(f"onnxruntime {what} in {path}, next to {near}.", stacklevel=4)
         meta = self.session.get_modelmeta()
         self.config = export.read_config(meta.custom_metadata_map.get("mulo", ""), path)
         self.kind = meta.graph_name
@@ -78,79 +139,37 @@ class Session:
         self.outputs = {x.name: tuple(x.shape) for x in self.session.get_outputs()}
         self.binding = self.session.io_binding()
 
-    def _open(
-        self, path: str | Path, threads: int, block: int | None
-    ) -> onnxruntime.InferenceSession:
-        kind = self.device.type
-        wanted = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(kind)
-        if wanted is None:
-            raise ValueError(f"device '{kind}' is unknown to onnxruntime: use 'cpu' or 'cuda'.")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # errors are raised
-        options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
-        if block:
-            self.block = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([block]))
-            options.add_initializer("block", self.block)
-        cannot = (
-            f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here: install "
-            "onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'."
-        )
-        if wanted not in onnxruntime.get_available_providers():
-            raise RuntimeError(cannot)
-        settings = {}
-        if kind == "cuda":  # TF32, the default, has 10 bits of mantissa
-            settings = {"device_id": str(self.device.index), "use_tf32": "0"}
-        try:
-            session = onnxruntime.InferenceSession(path, options, [(wanted, settings)])
-        except Exception as error:  # onnxruntime raises many types, none of them public
-            raise ValueError(f"{path} is damaged or not an ONNX file: export it anew.") from error
-        if session.get_providers()[0] != wanted:  # available does not mean usable
-            raise RuntimeError(cannot)
-        return session
-
-    def check(self, inputs: dict[str, Tensor], finite: Iterable[str] = ()) -> dict[str, int]:
-        """Raise unless these are the graph's inputs; `finite` names those whose values to check."""
-        if inputs.keys() != self.inputs.keys():
-            odd = sorted(inputs.keys() ^ self.inputs.keys())
+    def check(self, inputs: dict[str, Tensor]) -> dict[str, int]:
+        """Raise unless these are inputs of the graph; returns the sizes b, e, m, n and T."""
+        if odd := sorted(inputs.keys() ^ self.inputs.keys()):
             raise ValueError(f"inputs must be {list(self.inputs)}: {odd} are missing or unknown.")
         sizes: dict[str, int] = {}
         for name, x in inputs.items():
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
             if x.dtype != torch.float32 or x.device != self.device:
-                raise ValueError(
-                    f"{name} must be float32 on {self.device}, not {x.dtype} on {x.device}."
-                )
+                wrong = f"{x.dtype} on {x.device}"
+                raise ValueError(f"{name} must be float32 on {self.device}, not {wrong}.")
             shape = self.inputs[name]
-            fits = x.ndim == len(shape) and x.numel() and x.is_contiguous()
-            for symbol, size in zip(shape, x.shape, strict=False) if fits else ():
-                known = sizes.setdefault(symbol, size) if isinstance(symbol, str) else symbol
-                fits = fits and known == size
-            if not fits:
-                raise ValueError(
-                    f"{name} must be contiguous, not empty and {shape} with {sizes}, "
-                    f"not {tuple(x.shape)}."
-                )
+            for d, size in zip(shape, x.shape, strict=False):
+                if isinstance(d, str):
+                    sizes.setdefault(d, size)
+            fits = tuple(x.shape) == tuple(sizes.get(d, d) for d in shape)
+            if not (fits and x.numel() and x.is_contiguous()):
+                what = f"contiguous, not empty and {shape} with {sizes}"
+                raise ValueError(f"{name} must be {what}, not {tuple(x.shape)}.")
         if self.kind == "tensor" and sizes["m"] > sizes["n"]:
-            raise ValueError(
-                f"m = {sizes['m']} exceeds n = {sizes['n']}: transpose, so that the largest axis "
-                "is last."
-            )
-        for name in finite:
-            check_finite(name, inputs[name])
+            wrong = f"m = {sizes['m']} exceeds n = {sizes['n']}"
+            raise ValueError(f"{wrong}: transpose, so that the largest axis is last.")
         return sizes
 
     def run(
         self, inputs: dict[str, Tensor], finite: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """Run the graph. All inputs but the gradient and the loss must be finite (`finite`: these).
-
-        The graph counts a gradient's NaN and infinite entries as 0.
-        """
-        if finite is None:
-            finite = [k for k in inputs if k not in ("g", "loss")]
-        sizes = self.check(inputs, finite)
+        """Run the graph. Inputs in `finite` must be finite; by default all but g and the loss."""
+        sizes = self.check(inputs)
+        for name in inputs.keys() - {"g", "loss"} if finite is None else finite:
+            check_finite(name, inputs[name])
         outputs = {
             k: torch.empty([sizes.get(d, d) for d in s], dtype=torch.float32, device=self.device)
             for k, s in self.outputs.items()
@@ -160,32 +179,27 @@ class Session:
             self.binding.bind_input(name, *where, tuple(x.shape), x.data_ptr())
         for name, x in outputs.items():
             self.binding.bind_output(name, *where, tuple(x.shape), x.data_ptr())
-        if self.device.type == "cuda":  # onnxruntime has a stream of its own
-            torch.cuda.current_stream(self.device).synchronize()
-        self.session.run_with_iobinding(self.binding)
-        self.binding.synchronize_outputs()
+        if self.stream:  # order the two streams on the GPU; the host waits for neither
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.session.run_with_iobinding(self.binding, self.run_options)
+        if self.stream:  # so torch may reuse the memory of the inputs, too
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return outputs
 
 
+def as_in_graph(x: Tensor, dims: Dims) -> Tensor:
+    """A view with the axes m and n last."""
+    return x.movedim(dims, (-2, -1)) if dims else x
+
+
 class Laid:
-    """A Stack of one tensor, with views of it in the order of axes of its graph, (..., m, n)."""
+    """A Stack of one tensor, with views of it in the order of axes of its graph."""
 
     def __init__(self, stack: Stack):
-        self.stack, self.p, self.acc = stack, stack.p, stack.acc
-        self.kind, self.rank = "tensor" if stack.dims else "vector", stack.p.ndim - 1
-        self.order = order_of(self.rank, stack.dims)
+        self.stack, self.p, self.acc, self.dims = stack, stack.p, stack.acc, stack.dims
+        self.kind = "tensor" if stack.dims else "vector"
         given = {"p": stack.p, **stack.acc._asdict()}
-        self.views = {k: permuted(x, self.order) for k, x in given.items()}
-
-
-def order_of(rank: int, dims: Dims) -> list[int]:
-    """The axes of a tensor with d1 and d0 last."""
-    return [k for k in range(-rank, 0) if k not in (dims or ())] + list(dims or ())
-
-
-def permuted(x: Tensor, order: list[int]) -> Tensor:
-    """The last axes of x in another order."""
-    return x.permute(*range(x.ndim - len(order)), *order)
+        self.views = {k: as_in_graph(x, stack.dims) for k, x in given.items()}
 
 
 class OrtMuLO(MuLO):
@@ -205,13 +219,20 @@ class OrtMuLO(MuLO):
         if len(found) != 1:
             raise ValueError(f"{exported} has {len(found)} optimizers: give the .json of one.")
         [(self.path, self.about)] = found  # with digests: later changes of files are refused
-        self.device, self.threads = with_index(device), threads
+        self.device, self.threads = torch.device(device), threads
         self._sessions: dict[str, Session] = {}
-        lo = checkpoints.load(
-            export.checked(self.path.parent, f"{self.about['name']}.pt", self.about)
-        )
+        lo = checkpoints.load(self._file("pt"))
         super().__init__(params, lo, lr, weight_decay, num_steps, backend="folded")
-        self.session("vector")  # so that what is missing is said now
+        self.device = self.session("vector").device  # opened now, so that errors come early
+
+    def _file(self, suffix: str) -> Path:
+        return export.checked(self.path.parent, f"{self.about['name']}.{suffix}", self.about)
+
+    def session(self, kind: str) -> Session:
+        """The graph of this kind, opened when it is first needed."""
+        if kind not in self._sessions:
+            self._sessions[kind] = Session(self._file(f"{kind}.onnx"), self.device, self.threads)
+        return self._sessions[kind]
 
     def _forget(self) -> None:
         super()._forget()
@@ -221,24 +242,8 @@ class OrtMuLO(MuLO):
         names = ("path", "about", "device", "threads")
         return super().__getstate__() | {k: getattr(self, k) for k in names} | {"_sessions": {}}
 
-    def session(self, kind: str) -> Session:
-        """The graph of this kind, opened when it is first needed."""
-        if kind not in self._sessions:
-            name = f"{self.about['name']}.{kind}.onnx"
-            file = export.checked(self.path.parent, name, self.about)
-            self._sessions[kind] = Session(file, self.device, self.threads)
-        return self._sessions[kind]
-
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
         return self._in_layout(p, out_axis, super().new_state(p, out_axis))
-
-    def _in_layout(self, p: Tensor, out_axis: int, state: dict) -> dict[str, Tensor]:
-        """State in the memory layout of the graphs, so that steps need not transpose it."""
-        shape = tuple(p.shape) or (1,)
-        order = order_of(len(shape), features.factored_dims(shape, out_axis))
-        back = [order.index(k) - len(shape) for k in range(-len(shape), 0)]
-        acc = {k: permuted(state[k], order).contiguous() for k in Accumulators._fields}
-        return state | {k: permuted(x, back) for k, x in acc.items()}
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
@@ -247,19 +252,24 @@ class OrtMuLO(MuLO):
                 if "M" in self.state.get(p, ()):
                     self.state[p] = self._in_layout(p, group["out_axis"], self.state[p])
 
+    def _in_layout(self, p: Tensor, out_axis: int, state: dict) -> dict[str, Tensor]:
+        """State in the memory layout of the graphs, so that steps need not transpose it."""
+        if dims := features.factored_dims(tuple(p.shape) or (1,), out_axis):
+            for k in Accumulators._fields:
+                x = as_in_graph(state[k], dims).contiguous()
+                state[k] = x.movedim((-2, -1), dims)
+        return state
+
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         """Check the parameters; this comes before anything is changed."""
         found = super()._with_gradients()
         for p, group in found:
             if p.device != self.device:
-                raise RuntimeError(
-                    f"a parameter is on {p.device}, the optimizer on '{self.device}': move the "
-                    "model, or pass OrtMuLO the device."
-                )
+                where = f"a parameter is on {p.device}, the optimizer on '{self.device}'"
+                raise RuntimeError(f"{where}: move the model, or pass OrtMuLO the device.")
             if p.dtype == torch.float64:
-                raise RuntimeError(
-                    "exported graphs are float32: use mulo.MuLO for float64 parameters."
-                )
+                fix = "use mulo.MuLO for float64 parameters"
+                raise RuntimeError(f"exported graphs are float32: {fix}.")
             if not math.isfinite(group["lr"] * group["scale"]):
                 raise ValueError(f"lr={group['lr']} is not finite: lower it.")
         often = self.device.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
@@ -300,16 +310,18 @@ class OrtMuLO(MuLO):
                 x = torch.cat(parts).float()
             else:  # torch is fast if it transposes two axes
                 x = parts[0].squeeze().float().contiguous().view(parts[0].shape)
-            lead = x.ndim - some[0].rank
+            lead = x.ndim - some[0].p.ndim + 1  # e is all axes between these and m
             return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
 
         inputs = {k: gather([x.views[k] for x in some]) for k in some[0].views}
-        inputs["g"] = gather([permuted(grads[n], stacks[n].order) for n in index])
-        inputs |= dict(zip(("t", "scale", "decay", "eps_scale"), values[:, 0, index], strict=True))
+        inputs["g"] = gather([as_in_graph(grads[n], stacks[n].dims) for n in index])
+        numbers = torch.cat([values[:, 0, n : n + 1] for n in index], 1)  # a list index would sync
+        inputs |= dict(zip(("t", "scale", "decay", "eps_scale"), numbers, strict=True))
         if self.lo.config.eps != "fan_in":
             del inputs["eps_scale"]
         if self.lo.config.net == "velo":
-            inputs |= {k: w[0, index] for k, w in weights.phi.items() if k[0] in "wb"}
+            phi = {k: w[0] for k, w in weights.phi.items() if k[0] in "wb"}
+            inputs |= {k: torch.cat([w[n : n + 1] for n in index]) for k, w in phi.items()}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
         outputs = self.session(kind).run(inputs, finite=())
         for k in some[0].views:
@@ -317,12 +329,9 @@ class OrtMuLO(MuLO):
             new = outputs[f"new_{k}"].reshape(-1, *old[0].shape[1:])
             if len(old) > 1:
                 torch._foreach_copy_(old, new.split(1))
-                continue
-            a, b = old[0].squeeze(), new.squeeze()
-            a, b = (
-                (a.T, b.T) if a.ndim == 2 else (a, b)
-            )  # torch is fast if the target is contiguous
-            a.copy_(b)
+            else:  # torch is fast if the target is contiguous
+                a, b = old[0].squeeze(), new.squeeze()
+                a.T.copy_(b.T) if a.ndim == 2 else a.copy_(b)
 
     def _param_scale(self, x: Laid) -> Tensor:
         return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)

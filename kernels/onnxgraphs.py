@@ -1,10 +1,9 @@
 """Torch programs as ONNX: how operators are translated, and the Loop over blocks of rows.
 
-onnxruntime runs one node at a time over whole tensors, and adds floats one after another. A plain
-ReduceMean over a million entries is off by 2e-4, so `_mean` sums short pieces in float32, and these
-sums in float64. Features and hidden layers of a large matrix would go through memory some ten
-times, so `loop` runs the network in blocks of rows that fit the cache. torch's own ONNX optimizer
-is not used: it deletes additions of 1e-8 and less, our epsilons.
+onnxruntime adds floats one after another: a plain ReduceMean over a million entries is off by 2e-4,
+so `_mean` sums short pieces in float32, and these sums in float64. It runs one node at a time over
+whole tensors, so `loop` runs the network on blocks of rows that fit the cache. torch's own ONNX
+optimizer is not used: it deletes additions of 1e-8 and less, our epsilons.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ def _mean(self, dim, keepdim=False, dtype=None):
 aten = torch.ops.aten
 TABLE = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
 TABLE |= {aten.pow.Tensor_Scalar: _power, aten.mean.dim: _mean}
-OPTIONS = {"opset_version": 20, "custom_translation_table": TABLE, "verbose": False}
 
 
 def convert(
@@ -94,21 +92,17 @@ def convert(
     prefix: str = "",  # of the other names
 ) -> onnx.GraphProto:
     """A program as ONNX nodes: constants folded, what is unused or computed twice removed."""
-    found = torch.onnx.export(program, dynamo=True, optimize=False, **OPTIONS)
+    options = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": 20}
+    found = torch.onnx.export(program, custom_translation_table=TABLE, **options)
     model = onnx_ir.from_proto(onnx_ir.to_proto(found.model))
     common.InlinePass()(model)
     onnxscript.optimizer.fold_constants(model)
-    for run in (
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.IdentityEliminationPass(),
-        common.DeduplicateInitializersPass(),
-        common.CommonSubexpressionEliminationPass(),
-        common.OutputFixPass(),
-        common.RemoveUnusedNodesPass(),
-        common.ClearMetadataAndDocStringPass(),
-        common.TopologicalSortPass(),
-    ):
-        run(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.ClearMetadataAndDocStringPass()(model)
     graph = onnx_ir.to_proto(model).graph
     names = {"": ""}
     for values, given in ((graph.input, inputs), (graph.output, outputs)):
