@@ -40,10 +40,10 @@ from tqdm import tqdm
 import checkpoints
 import features
 import mulo
+import roles
 from features import Accumulators, LossBuffer
 from kernels import folded, onnxgraphs
 from mulo import LO, LOConfig
-from roles import RULES
 
 FORMAT, VERSION = "mulo-export", 2
 TOLERANCE = 3e-6  # of the largest update, or entry of the state
@@ -95,7 +95,7 @@ class Graphs(nn.Module):
         rates = features.rates_of({"w0": torch.zeros(1, 1, 1)} if velo else mulo.stacked(lo))
         buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
         if not velo or "hyper" in (only or kinds(lo.config)):  # VeLO's steps are given theirs
-            buffers |= mulo.stacked(lo)
+            buffers |= {k: w for k, w in mulo.stacked(lo).items() if k != "multipliers"}
         for k, x in buffers.items():
             self.register_buffer(k, x.detach().float().clone())
 
@@ -226,7 +226,8 @@ MEANINGS = {"p": "parameter", "g": "gradient", "M": "momenta", "V": "second mome
     "r": "mean of g^2 over n (of a vector: g^2)",
     "c": "mean of g^2 over m (of a vector: g^2)",
     "t": "number of steps done: 0 at the first",
-    "scale": "lr (1 by default) times fan_in^update of the tensor's role; VeLO: times alpha too",
+    "scale": "lr (1 by default) times fan_in^update of the tensor's role, times its factors (see "
+    "the notes); VeLO: times alpha too",
     "decay": "lr times weight decay; 0 for none",
     "eps_scale": "1 / fan_in",
     "features": "what the LSTM sees of the tensor; its first value has 1 added at index 1 + the "
@@ -248,6 +249,9 @@ NOTES = {
     "mup": "powers of fan_in, the number of inputs that one output sums; biases, norms and "
     "embeddings are input with fan_in 1. Roles: input if only fan_out grows with width, hidden if "
     "both do, output if only fan_in does.",
+    "factors": "of updates, by kind of tensor: weights of input layers min(lo.input_base / fan_in, "
+    "4) unless that is null; hidden convolutions kh * kw if lo.by_channels; every tensor its entry "
+    "in multipliers: conv is a hidden convolution, table an embedding, norm and bias are vectors.",
     "not finite": "NaN and infinite entries of g count as 0, others are clipped to +-clip. One "
     "such entry of p makes all of new_p NaN. In M, V, r or c they stay: go back to a checkpoint.",
 }
@@ -286,11 +290,17 @@ def describe(lo: LO, name: str) -> dict:
     names = {"init": "init variance", "multiplier": "output multiplier", "update": "update"}
     time = ("tanh(10 (t/num_steps - x))", "tanh(t/num_steps - 10 x)", "tanh(t/x - 1)", "tanh(t/x)")
     time = time[2 * (not velo) + (config.spec == "paper")]
+    multipliers = [1.0] * len(roles.TENSOR_KINDS)
+    if config.multipliers:
+        multipliers = roles.learned_factors(lo.multipliers, slice(None)).flatten().tolist()
     about = {"format": FORMAT, "version": VERSION, "name": name, "torch": torch.__version__}
     return about | {
         "lo": vars(config),
         "notes": NOTES,
-        "mup": {k: {names[x]: n for x, n in rule._asdict().items()} for k, rule in RULES.items()},
+        "mup": {
+            k: {names[x]: n for x, n in rule._asdict().items()} for k, rule in roles.RULES.items()
+        },
+        "multipliers": dict(zip(roles.TENSOR_KINDS, multipliers, strict=True)),
         "graphs": {kind: signature(lo, kind) for kind in kinds(config)},
         "clip": features.CLIP[config.net],
         "features": features.feature_names(config.feature_set),

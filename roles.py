@@ -281,9 +281,9 @@ def kind_indices(kinds: Iterable[str], device: torch.device) -> Tensor:
     return send(torch.tensor([TENSOR_KINDS.index(kind) for kind in kinds]), device)
 
 
-def learned_factors(multipliers: Tensor, kinds: Tensor) -> Tensor:
+def learned_factors(multipliers: Tensor, kinds: Tensor | slice) -> Tensor:
     """The learned factor on the update of each tensor, (P | 1, T), by the index of its kind."""
-    return (2 * multipliers.flatten(0, -2)[:, kinds]).exp()  # 1 at first
+    return (2 * multipliers.view(-1, len(TENSOR_KINDS))[:, kinds]).exp()  # 1 at first
 
 
 def area_of(w: Weight) -> int:

@@ -57,7 +57,11 @@ for kind in mulo["graphs"]:
 for name, p in params.items():  # step 2
     kind, fan_in, axes = ("vector", 1, "bn") if p.ndim == 1 else ("tensor", p.shape[1], "bemn")
     sizes = dict(zip(axes, to_graph(p).shape, strict=True))
-    scale = fan_in ** mulo["mup"][desk["roles"][name]]["update"]
+    role, base = desk["roles"][name], mulo["lo"]["input_base"]
+    scale = fan_in ** mulo["mup"][role]["update"]  # step 0
+    scale *= mulo["multipliers"]["bias" if p.ndim == 1 else role]
+    if base and role == "input" and p.ndim > 1:
+        scale *= min(base / fan_in, 4)
     state[name] = {"scale": np.float32([scale]), "decay": np.float32([0])}
     for x in mulo["graphs"][kind]["inputs"]:
         if "first" in x:

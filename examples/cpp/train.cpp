@@ -17,7 +17,7 @@ constexpr int64_t kInputs = 64, kWidth = 64, kClasses = 10, kBatch = 64, kSteps 
 
 struct Param {
   Tensor p;                    // (out, in), or (n) for a bias
-  double scale;                // under μP: 1 / fan_in for hidden weights
+  double scale;                // under μP: 1 / fan_in for hidden weights; 1 for 64 inputs (input_base)
   std::vector<Tensor> state;   // M, V, r, c
 
   bool tall() const { return p.dim() == 2 && p.size(0) >= p.size(1); }
