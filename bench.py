@@ -1,4 +1,4 @@
-"""Speed and memory, side by side in one run. Writes its section of BENCHMARKS.md.
+"""Measure speed and memory, side by side in one run, into a section of BENCHMARKS.md.
 
     python bench.py all                 # everything below, in about twenty minutes
     python bench.py step                # the optimizer step: kernel, folded, literal, and AdamW
@@ -10,15 +10,14 @@
     python bench.py gpu                 # the Triton kernels, compiled for GPUs that are not here
     python bench.py step --repeats 50   # steadier figures
 
-Contestants take turns, so that the machine's noise falls on all alike; each one's figure is its
-minimum over the rounds. Tables are kept in results/bench.json by section, with the machine that
-made them, and BENCHMARKS.md is written from that: a section can be measured again alone. PyLO's
-optimizer and mup's AdamW take part where they are installed.
+results/bench.json keeps the tables by section, with the machine that made them; BENCHMARKS.md is
+written from it. PyLO's optimizer takes part where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -27,12 +26,13 @@ import json
 import math
 import os
 import platform
-import statistics
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
@@ -48,7 +48,10 @@ from optimizees import datasets
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler's messages
+BACKENDS = ("kernel", "folded", "literal")
 FOLDER = Path(__file__).parent
+Shapes = list[tuple[int, ...]]
+Runs = dict[str, Callable[[], object]]
 METHOD = """\
 Contestants take turns in one process. The time of each is its minimum over the rounds: CPU time on
 one thread, wall time where threads are compared. ns/param is the time of a step over the number of
@@ -63,7 +66,7 @@ of the process (resident memory). Compare ratios: times are of one core of a sha
 
 @dataclasses.dataclass
 class Table:
-    """A table of a section: named rows of numbers, and sentences about them."""
+    """Named rows of numbers, and sentences about them."""
 
     title: str
     head: list[str]
@@ -92,26 +95,29 @@ def restart_with_kept_memory() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY | QUIET)
 
 
-def race(
-    contestants: dict[str, Callable[[], None]],
-    repeats: int,
-    device: str = "cpu",
-    clock: Callable[[], float] = time.process_time,
-) -> dict[str, float]:
+def race(runs: Runs, repeats: int, device: str = "cpu", wall: bool = False) -> dict[str, float]:
     """The minimum seconds of each contestant, taking turns: CPU time, or wall time on a GPU."""
     wait = (lambda: None) if device == "cpu" else torch.cuda.synchronize
-    clock = clock if device == "cpu" else time.perf_counter
-    best = dict.fromkeys(contestants, math.inf)
+    clock = time.perf_counter if wall or device != "cpu" else time.process_time
+    best = dict.fromkeys(runs, math.inf)
     for round_ in range(repeats + 2):  # two rounds to warm up
-        for name, run in contestants.items():
+        for name, run in runs.items():
             wait()
             start = clock()
             run()
             wait()
-            took = clock() - start
             if round_ >= 2:
-                best[name] = min(best[name], took)
+                best[name] = min(best[name], clock() - start)
     return best
+
+
+def versus(
+    title: str, base: str, runs: Runs, repeats: int, head="ms", unit: float = 1e-3, wall=False
+) -> Table:
+    """A race as a table: times, in a unit of so many seconds, and how much faster than `base`."""
+    best = race(runs, repeats, wall=wall)
+    rows = {name: [took / unit, best[base] / took] for name, took in best.items()}
+    return Table(title, [head, f"x faster than {base}"], rows)
 
 
 def extra_bytes(run: Callable[[], None]) -> int:
@@ -147,64 +153,63 @@ def extra_resident(run: Callable[[], None]) -> int:
 
 
 def machine(device: str = "cpu") -> str:
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
-        name += ", AVX-512" if any("avx512f" in x for x in lines) else ""
+    path = Path("/proc/cpuinfo")
+    info = path.read_text() if path.exists() else ""
+    found = re.search(r"model name\s*: (.*)", info)
+    name = found[1] if found else platform.processor() or platform.machine()
+    name += ", AVX-512" if "avx512f" in info else ""
     if device != "cpu":
         name = f"{torch.cuda.get_device_name()}, {name}"
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
-    return (
-        f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} thread(s), load {load:.1f}"
-    )
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    threads = f"{torch.get_num_threads()} thread(s)"
+    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, {threads}{load}"
 
 
 def keep(section: str, tables: list[Table], device: str = "cpu", folder: Path = FOLDER) -> None:
     """Replace a section of results/bench.json, and write BENCHMARKS.md anew."""
     path = folder / "results" / "bench.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
-    kept = {k: x for k, x in kept.items() if k.split(",")[0] in COMMANDS}
     name = section if device == "cpu" else f"{section}, {device}"
     kept[name] = {"machine": machine(device), "tables": [dataclasses.asdict(t) for t in tables]}
     path.parent.mkdir(exist_ok=True)
+    write_atomically(path, json.dumps(kept, indent=1))
+    write_atomically(folder / "BENCHMARKS.md", written(kept))
+
+
+def written(kept: dict[str, dict]) -> str:
+    """BENCHMARKS.md, from what results/bench.json holds."""
     text = ["# Benchmarks", "", "Sections are written by the commands in their titles.", "", METHOD]
     for name in sorted(kept, key=[*COMMANDS, *kept].index):
         text += [f"## python bench.py {name}", "", f"{kept[name]['machine']}.", ""]
         text += [Table(**table).text() for table in kept[name]["tables"]]
-    write_atomically(path, json.dumps(kept, indent=1))
-    write_atomically(folder / "BENCHMARKS.md", "\n".join(text))
+    return "\n".join(text)
 
 
 # ---------------------------------------------------------------- the step
 
 
-def parameters_of(shapes: list[tuple[int, ...]], device: str = "cpu") -> list[nn.Parameter]:
+def parameters_of(shapes: Shapes, device: str = "cpu") -> list[nn.Parameter]:
     params = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
     for p in params:
         p.grad = 0.001 * torch.randn_like(p)
     return params
 
 
-def random_lo(hidden: int, device: str = "cpu") -> mulo.LO:
-    config = mulo.LOConfig(hidden_size=hidden)
-    return mulo.SmallFC(config, torch.Generator().manual_seed(0)).to(device)
+def our_step(shapes: Shapes, hidden: int, backend: str, device: str = "cpu") -> Callable:
+    """The step of μLO with random weights, of new parameters."""
+    config, generator = mulo.LOConfig(hidden_size=hidden), torch.Generator().manual_seed(0)
+    lo = mulo.SmallFC(config, generator).to(device)
+    return mulo.MuLO(parameters_of(shapes, device), lo, backend=backend).step
 
 
-def others(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], None]]:
-    """AdamW, and what is installed of other people's."""
-    adamw = {"lr": 1e-6, "weight_decay": 0.01}
-    found = {}
+def contestants_for(
+    shapes: Shapes, hidden: int, device: str = "cpu", backends: tuple[str, ...] = BACKENDS[:2]
+) -> Runs:
+    """Names and steps: ours, AdamW's, and PyLO's if it is installed."""
+    found = {f"μLO {b}, H={hidden}": our_step(shapes, hidden, b, device) for b in backends}
     for kind in ("foreach", "fused"):
-        opt = torch.optim.AdamW(parameters_of(shapes, device), **adamw, **{kind: True})
-        found[f"AdamW {kind}"] = opt.step
-    with contextlib.suppress(ImportError):
-        import mup
-
-        params = nn.ParameterList(parameters_of(shapes, device))
-        mup.set_base_shapes(params, None)
-        found["mup's AdamW"] = mup.MuAdamW(params, **adamw).step
+        options = {"lr": 1e-6, "weight_decay": 0.01, kind: True}
+        found[f"AdamW {kind}"] = torch.optim.AdamW(parameters_of(shapes, device), **options).step
     with contextlib.suppress(ImportError):
         from pylo.optim import AdafacLO_naive
 
@@ -212,124 +217,87 @@ def others(shapes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[],
     return found
 
 
-def contestants_for(
-    shapes: list[tuple[int, ...]],
-    hidden: int,
-    device: str = "cpu",
-    backends: tuple[str, ...] = ("kernel", "folded"),
-) -> dict[str, Callable[[], None]]:
-    """Names and steps: ours first, then AdamW's."""
-    lo = random_lo(hidden, device)
-    found = {
-        f"μLO {backend}, H={hidden}": mulo.MuLO(
-            parameters_of(shapes, device), lo, backend=backend
-        ).step
-        for backend in backends
-    }
-    return found | others(shapes, device)
-
-
 def compare(
     title: str,
-    shapes: list,
+    shapes: Shapes,
     hidden: int,
     repeats: int,
     device: str,
-    backends: tuple[str, ...] = ("kernel", "folded"),
+    most: float | None = None,  # bar of the kernel's time, over that of AdamW foreach
+    most_bytes: float | None = None,  # bar of its extra memory, in bytes per parameter
+    backends: tuple[str, ...] = BACKENDS[:2],
 ) -> Table:
-    """A race as a table."""
-    n = sum(math.prod(shape) for shape in shapes)
-
-    def extra(name: str) -> float | str:
-        if device != "cpu":
-            return ""
-        seen = extra_resident(runs[name]) if "kernel" in name else 0  # C++ has memory of its own
-        return max(extra_bytes(runs[name]), seen) / n
-
+    """A race of optimizers as a table."""
+    n, rows = sum(map(math.prod, shapes)), {}
     runs = contestants_for(shapes, hidden, device, backends)
     best = race(runs, repeats, device)
-    slowest = best.get(f"μLO literal, H={hidden}")
-    rows = {
-        name: [
-            took * 1e9 / n,
-            took / best["AdamW foreach"],
-            slowest / took if slowest else "",
-            extra(name),
-        ]
-        for name, took in best.items()
-    }
+    literal = best.get(f"μLO literal, H={hidden}")
+    for name, took in best.items():
+        extra = ""
+        if device == "cpu":  # the profiler sees tensors only: C++ has memory of its own
+            resident = extra_resident(runs[name]) if "kernel" in name else 0
+            extra = max(extra_bytes(runs[name]), resident) / n
+        faster = literal / took if literal else ""
+        rows[name] = [took * 1e9 / n, took / best["AdamW foreach"], faster, extra]
+    _, slower, _, extra = rows[f"μLO kernel, H={hidden}"]
+    notes = [bar(f"at most {most}x AdamW foreach", slower, most)] if most else []
+    if most_bytes:
+        notes.append(bar(f"at most {most_bytes} extra bytes per parameter", extra, most_bytes))
     head = ["ns/param", "x AdamW foreach", "x faster than literal", "extra bytes/param"]
     title = f"{title}: {n:,} parameters in {len(shapes)} tensor(s), H = {hidden}"
-    return Table(title, head, rows)
+    return Table(title, head, rows, notes)
 
 
 def bench_step(repeats: int, device: str) -> list[Table]:
-    all_three, wide = ("kernel", "folded", "literal"), torch.backends.cpu.get_cpu_capability()
-    bars = {4: 1.5, 8: 1.8, 32: 6.5} if wide == "AVX512" else {4: 2.2, 8: 3.0, 32: 15.0}
-    tables = []
-    for hidden, most in bars.items():
-        table = compare("1024x1024", [(1024, 1024)], hidden, repeats, device, all_three)
-        _, slower, _, extra = table.rows[f"μLO kernel, H={hidden}"]
-        table.notes += [
-            bar(f"at most {most}x AdamW foreach ({wide})", slower, most),
-            bar("at most 0.5 extra bytes per parameter", extra, 0.5),
-        ]
-        tables.append(table)
-    table = compare("a vector", [(1_000_000,)], 4, repeats, device)
-    _, slower, _, extra = table.rows["μLO kernel, H=4"]
-    table.notes += [bar("at most 3.5x AdamW foreach", slower, 3.5)]
-    table.notes += [bar("at most 8 extra bytes per parameter", extra, 8)]
-    tables.append(table)
-    tables.append(compare("200 tensors of 16x16", [(16, 16)] * 200, 4, repeats, device))
+    square, rest = [(1024, 1024)], (repeats, device)
     mlp = [(1024, 3072), (1024,), (1024, 1024), (1024,), (1000, 1024), (1000,)]
-    tables.append(compare("MLP 3072-1024-1024-1000", mlp, 32, repeats, device))
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    most = {4: 1.5, 8: 1.8, 32: 6.5} if wide else {4: 2.2, 8: 3.0, 32: 15.0}
+    tables = [
+        *(compare("1024x1024", square, h, *rest, x, 0.5, BACKENDS) for h, x in most.items()),
+        compare("a vector", [(1_000_000,)], 4, *rest, 3.5, 8),
+        compare("200 tensors of 16x16", [(16, 16)] * 200, 4, *rest),
+        compare("MLP 3072-1024-1024-1000", mlp, 32, *rest),
+    ]
     return tables if device != "cpu" else [*tables, threads(repeats), first_step()]
 
 
 def threads(repeats: int) -> Table:
     """Wall time of one and two threads."""
-    took = {}
-    for count in (1, 2):
+    step, title = our_step([(1024, 1024)], 32, "kernel"), "1024x1024, H = 32, threads"
+
+    def step_with(count: int) -> None:
         torch.set_num_threads(count)
-        opt = mulo.MuLO(parameters_of([(1024, 1024)]), random_lo(32), backend="kernel")
-        took[f"{count} thread(s)"] = race({"": opt.step}, repeats, clock=time.perf_counter)[""]
+        step()
+
+    runs = {f"{n} thread(s)": functools.partial(step_with, n) for n in (1, 2)}
+    scale = {"head": "ns/param, wall", "unit": 2**20 / 1e9, "wall": True}
+    table = versus(title, "1 thread(s)", runs, repeats, **scale)
     torch.set_num_threads(1)
-    one, two = took.values()
-    rows = {name: [x * 1e9 / 2**20, one / x] for name, x in took.items()}
-    note = bar("two threads at least 1.6x as fast as one", one / two, least=1.6)
-    return Table("1024x1024, H = 32, threads", ["ns/param, wall", "x faster"], rows, [note])
+    faster = table.rows["2 thread(s)"][1]
+    table.notes = [bar("two threads at least 1.6x as fast as one", faster, least=1.6)]
+    return table
 
 
 def first_step() -> Table:
     """Seconds of the first step with an empty cache, compiler and self-check included."""
     rows = {}
     for hidden in (4, 8, 32):
-        with tempfile.TemporaryDirectory() as folder:
-            before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), folder
-            kernels.library.cache_clear()
-            kernels.choose.cache_clear()
-            opt = mulo.MuLO(parameters_of([(64, 64), (64,)]), random_lo(hidden))
+        step = our_step([(64, 64), (64,)], hidden, "auto")
+        kernels.library.cache_clear()
+        kernels.choose.cache_clear()
+        with tempfile.TemporaryDirectory() as x, mock.patch.dict(os.environ, XDG_CACHE_HOME=x):
             start = time.perf_counter()
-            opt.step()
+            step()
             rows[f"H={hidden}"] = [time.perf_counter() - start]
-            kernels.library.cache_clear()
-            kernels.choose.cache_clear()
-            os.environ.pop("XDG_CACHE_HOME")
-            if before:
-                os.environ["XDG_CACHE_HOME"] = before
     note = bar("at most 5 s", max(x for [x] in rows.values()), 5)
     return Table("The first step, with nothing compiled", ["s, wall"], rows, [note])
 
 
 def bench_many(repeats: int, device: str) -> list[Table]:
-    tables = []
-    for name, most in (("vit_w192_d14", 2), ("resnet_w512", 4)):
-        shapes = [tuple(p.shape) for p in tasks.get(name).skeleton().parameters()]
-        table = compare(name, shapes, 4, repeats, device)
-        slower = table.rows["μLO kernel, H=4"][1]
-        table.notes.append(bar(f"at most {most}x AdamW foreach", slower, most))
-        tables.append(table)
-    return tables
+    nets = {"vit_w192_d14": 2, "resnet_w512": 4}
+    shapes = {k: [tuple(p.shape) for p in tasks.get(k).skeleton().parameters()] for k in nets}
+    return [compare(k, shapes[k], 4, repeats, device, most) for k, most in nets.items()]
 
 
 def bench_roofline(repeats: int, device: str) -> list[Table]:
@@ -339,13 +307,12 @@ def bench_roofline(repeats: int, device: str) -> list[Table]:
     took = race({"copy": lambda: b.copy_(a), "product": lambda: torch.mm(x, y, out=z)}, repeats)
     bandwidth, gemm = 2 * a.nbytes / took["copy"], 2 * 1024**3 / took["product"]
     passes = {"g": 4, "p, g, M, V read, M, V written": 40, "p, g, M, V read, p written": 28}
-    rows = {}
+    size, rows = sum(passes.values()), {}
     for hidden in (4, 8, 32):
         flops = 2 * (16 * hidden + hidden * hidden + 2 * hidden) + 60  # the net; features twice
-        limit = max(sum(passes.values()) / bandwidth, flops / gemm) * 1e9
-        step = contestants_for([(1024, 1024)], hidden, backends=("kernel",))
-        took = race({"": step[f"μLO kernel, H={hidden}"]}, repeats)[""] / 2**20 * 1e9
-        rows[f"H={hidden}"] = [sum(passes.values()), flops, limit, took, took / limit]
+        limit = max(size / bandwidth, flops / gemm) * 1e9
+        took = race({"": our_step([(1024, 1024)], hidden, "kernel")}, repeats)[""] / 2**20 * 1e9
+        rows[f"H={hidden}"] = [size, flops, limit, took, took / limit]
     rates = f"{bandwidth / 1e9:.1f} GB/s copied, {gemm / 1e9:.0f} GFLOP/s multiplied"
     head = ["bytes/param", "FLOP/param", "limit, ns/param", "kernel, ns/param", "x limit"]
     parts = "; ".join(f"{n} B ({what})" for what, n in passes.items())
@@ -370,71 +337,61 @@ def bench_tasks(repeats: int, device: str) -> list[Table]:
             loss = task.loss(model, tuple(b[k] for b in batch))
             torch.autograd.grad(loss, list(model.parameters()))
 
-    best = race({"stacked": stacked, "loop": loop}, repeats)
-    rows = {name: [took * 1e3, best["loop"] / took] for name, took in best.items()}
     title = f"losses and gradients of {P} nets, {task.name}, batch {task.batch_size}"
-    tables = [Table(title, ["ms", "x faster than a loop"], rows)]
+    nets = versus(title, "loop", {"stacked": stacked, "loop": loop}, repeats)
+    return [nets, loading(repeats, generator)]
 
-    torch.set_num_threads(2)  # as many as the loader has workers
-    x = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8)
-    images = datasets.Images(x, torch.randint(10, (50_000,)), 10, *datasets.CIFAR10)
+
+def loading(repeats: int, generator: torch.Generator) -> Table:
+    """Batches of images from memory, by us and by a DataLoader, which takes them one by one."""
+    x, y = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (50_000,))
+    images, size = datasets.Images(x, y, 10, *datasets.CIFAR10), 4096
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in datasets.CIFAR10)
 
-    class Items(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return len(x)
+    def collate(which: list[int]) -> list[torch.Tensor]:
+        items = [((x[k] - mean) / std, y[k]) for k in which]
+        return torch.utils.data.default_collate(items)
 
-        def __getitem__(self, k: int) -> tuple:
-            return (x[k] - mean) / std, images.y[k]
-
-    size, seconds = 4096, {"Images.batch": [], "DataLoader": []}
-    for _ in range(max(3, repeats // 5)):  # in turns; wall time, as the workers are processes
-        start = time.perf_counter()
-        for _ in range(11):
-            batch = images.batch(generator, size)  # held until the next one, as training does
-        seconds["Images.batch"].append((time.perf_counter() - start) / 11)
-        loader = iter(torch.utils.data.DataLoader(Items(), size, shuffle=True, num_workers=2))
-        next(loader)  # the workers have started; 11 full batches remain of the epoch
-        start = time.perf_counter()
-        for _ in range(11):
-            next(loader)
-        seconds["DataLoader"].append((time.perf_counter() - start) / 11)
-        del loader
-    seconds = {name: statistics.median(took) for name, took in seconds.items()}
-    torch.set_num_threads(1)
-    rows = {k: [took * 1e3, seconds["DataLoader"] / took] for k, took in seconds.items()}
+    count, workers = len(x) // size, {"num_workers": 2, "persistent_workers": True}
+    loader = torch.utils.data.DataLoader(
+        range(len(x)), size, shuffle=True, drop_last=True, collate_fn=collate, **workers
+    )
+    draw = functools.partial(collections.deque, maxlen=1)  # holds the last one, as training does
+    runs = {
+        "Images.batch": lambda: draw(images.batch(generator, size) for _ in range(count)),
+        "DataLoader": lambda: draw(loader),
+    }
+    torch.set_num_threads(2)  # as many as the loader has workers
     title = f"a batch of {size} images of 3x32x32, drawn and normalised, from 50,000 in memory"
-    note = "Wall time, 2 threads and 2 workers."
-    return [*tables, Table(title, ["ms", "x faster than a DataLoader"], rows, [note])]
+    table = versus(title, "DataLoader", runs, max(3, repeats // 5), unit=count / 1e3, wall=True)
+    torch.set_num_threads(1)
+    table.notes = [f"Wall time over {count} batches, 2 threads and 2 workers."]
+    return table
 
 
 def straightforward(particles: pes.Particles) -> Callable:
-    """An inner step as one would first write it: vmap over nets, literal features."""
-    task, opt = particles.task, particles.opt
-    model = task.skeleton()
+    """An inner step as one would first write it: vmap over nets, their losses and literal steps."""
+    model, opt, Accumulators = particles.task.skeleton(), particles.opt, features.Accumulators
     scales = dict(zip(particles.theta, opt.fixed[0, 0], strict=True))
 
     def loss(theta: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = torch.func.functional_call(model, theta, (x,))
-        return torch.nn.functional.cross_entropy(logits, y)
+        return nn.functional.cross_entropy(torch.func.functional_call(model, theta, (x,)), y)
 
-    def update(phi: dict, acc: dict, p: torch.Tensor, g: torch.Tensor, t: torch.Tensor, name: str):
-        phi = {k: w[None] for k, w in phi.items()}
-        acc = features.Accumulators(*(x[None] for x in acc))
-        rest = (p[None], g[None], t[None], scales[name][None], opt.dims[name])
+    def step(phi: dict, acc: tuple, p: torch.Tensor, g: torch.Tensor, t: torch.Tensor, name: str):
+        phi, acc = {k: w[None] for k, w in phi.items()}, Accumulators(*(x[None] for x in acc))
+        rest = p[None], g[None], t[None], scales[name][None], opt.dims[name]
         acc, p = mulo.step(opt.config, phi, acc, *rest)
         return tuple(x[0] for x in acc), p[0]
 
     def inner_step(phi: dict, batch: tuple) -> torch.Tensor:
-        per_net = torch.vmap(torch.func.grad_and_value(loss))
-        grads, losses = per_net(particles.theta, *batch)
-        t = torch.cat([particles.t, particles.t])
-        for name, p in particles.theta.items():
-            keys = [f"{k}/{name}" for k in features.Accumulators._fields]
-            acc = tuple(particles.state[k] for k in keys)
-            one = functools.partial(update, name=name)
-            acc, particles.theta[name] = torch.vmap(one)(phi, acc, p, grads[name], t)
-            particles.state |= dict(zip(keys, acc, strict=True))
+        theta, state, t = particles.theta, particles.state, torch.cat([particles.t, particles.t])
+        grads, losses = torch.vmap(torch.func.grad_and_value(loss))(theta, *batch)
+        for name, p in theta.items():
+            keys = [f"{k}/{name}" for k in Accumulators._fields]
+            acc = tuple(state[k] for k in keys)
+            step_all = torch.vmap(functools.partial(step, name=name))
+            acc, theta[name] = step_all(phi, acc, p, grads[name], t)
+            state.update(zip(keys, acc, strict=True))
         return losses
 
     return inner_step
@@ -442,65 +399,54 @@ def straightforward(particles: pes.Particles) -> Callable:
 
 def bench_metatrain(repeats: int, device: str) -> list[Table]:
     names = {"stacked, kernel": "auto", "stacked, folded": "folded", "vmap, literal": "literal"}
-    trainers = {}
-    for name, backend in names.items():
-        r = metatrain.recipe("mulo_m", backend=backend)
-        trainers[name] = pes.Trainer(r, metatrain.new_lo(r))
+    recipes = {k: metatrain.recipe("mulo_m", backend=backend) for k, backend in names.items()}
+    trainers = {name: pes.Trainer(r, metatrain.new_lo(r)) for name, r in recipes.items()}
     for [particles] in trainers["vmap, literal"].particles:
         particles.inner_step = straightforward(particles)
         particles.opt.prepare = lambda phi: phi
-    losses = [trainer.advance()["meta_loss"] for trainer in trainers.values()]
+    losses = ", ".join(f"{t.advance()['meta_loss']:.6f}" for t in trainers.values())
     best = race({name: t.advance for name, t in trainers.items()}, max(2, repeats // 5))
-    slow = best["vmap, literal"]
-    rows = {
-        name: [1 / took, best["stacked, folded"] / took, slow / took] for name, took in best.items()
-    }
-    _, folded, vmap = rows["stacked, kernel"]
+    kernel, folded, vmap = best.values()
+    rows = {name: [1 / took, folded / took, vmap / took] for name, took in best.items()}
     notes = [
-        f"They start with meta-losses {', '.join(f'{x:.6f}' for x in losses)}.",
-        bar("kernel, at least 3.2x folded", folded, least=3.2),
-        bar("kernel, at least 14x vmap", vmap, least=14),
+        f"They start with meta-losses {losses}.",
+        bar("kernel, at least 3.2x folded", folded / kernel, least=3.2),
+        bar("kernel, at least 14x vmap", vmap / kernel, least=14),
     ]
     head = ["outer steps/s", "x folded", "x vmap"]
     return [Table("mulo_m at desk scale, an outer step", head, rows, notes)]
+
+
+# ---------------------------------------------------------------- export and GPUs
 
 
 def bench_export(repeats: int, device: str) -> list[Table]:
     import export  # here, as onnxruntime takes seconds to import
     import serving
 
-    shipped = mulo.load("mulo_m")
-    wide = mulo.SmallFC(mulo.LOConfig(hidden_size=32), torch.Generator().manual_seed(0))
-    tables = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, net in (("mulo_m", shipped), ("small_fc32", wide)):
+    nets, tables = {"mulo_m": mulo.load("mulo_m")}, []
+    nets["small_fc32"] = mulo.SmallFC(mulo.LOConfig(hidden_size=32))
+    for name, net in nets.items():
+        with tempfile.TemporaryDirectory() as folder:
             exported = export.write(net, Path(folder, name), name, ("onnx", "ts"))
-            sizes = [
-                f.stat().st_size for s in ("onnx", "ts") for f in exported.parent.glob(f"*.{s}")
-            ]
-            rows = {}
+            files = [f for f in exported.parent.iterdir() if f.suffix in (".onnx", ".ts")]
+            largest, rows = max(f.stat().st_size for f in files), {}
             for shape in ((1024, 1024), (1000, 1000)):
                 group = {"params": parameters_of([shape]), "scale": 1.0}
-                runs = {
-                    "eager folded": mulo.MuLO([group], net, backend="folded").step,
-                    "onnxruntime": serving.OrtMuLO(parameters_of([shape]), exported).step,
-                }
-                best = race(runs, repeats)
-                eager = best["eager folded"]
+                eager = mulo.MuLO([group], net, backend="folded").step
+                onnx = serving.OrtMuLO(parameters_of([shape]), exported).step
+                best = race({"eager folded": eager, "onnxruntime": onnx}, repeats)
                 for run, took in best.items():
-                    rows[f"{run}, {shape}"] = [took * 1e9 / math.prod(shape), took / eager]
-            title = f"{name}, H = {net.config.hidden_size}: largest file {max(sizes):,} bytes"
+                    ns = took * 1e9 / math.prod(shape)
+                    rows[f"{run}, {shape}"] = [ns, took / best["eager folded"]]
+            title = f"{name}, H = {net.config.hidden_size}: largest file {largest:,} bytes"
             tables.append(Table(title, ["ns/param", "x eager"], rows))
-            batched, single = (parameters_of([(16, 16)] * 100) for _ in range(2))
-            single = [serving.OrtMuLO([p], exported) for p in single]
-            runs = {
-                "in one call": serving.OrtMuLO(batched, exported).step,
-                "one call each": lambda single=single: [opt.step() for opt in single],
-            }
-            best = race(runs, repeats)
-            rows = {run: [took * 1e3, best["one call each"] / took] for run, took in best.items()}
+            together = serving.OrtMuLO(parameters_of([(16, 16)] * 100), exported)
+            apart = [serving.OrtMuLO([p], exported) for p in parameters_of([(16, 16)] * 100)]
+            each = functools.partial(lambda opts: [opt.step() for opt in opts], apart)
+            runs = {"in one call": together.step, "one call each": each}
             title = f"{name}: 100 tensors of 16x16 in onnxruntime"
-            tables.append(Table(title, ["ms", "x faster than one call each"], rows))
+            tables.append(versus(title, "one call each", runs, repeats))
     return tables
 
 
@@ -512,41 +458,24 @@ def bench_gpu(repeats: int, device: str) -> list[Table]:
     configs["VeLO, H=4"] = mulo.LOConfig(net="velo", hidden_size=4)
     tables = []
     for name, config in configs.items():
-        rows, spills = {}, 0
-        for architecture in ahead.ARCHITECTURES:
-            lines = ahead.compiled(config, architecture)
-            spills += sum(x.spills + x.stack for x in lines)
-            for x in lines:
-                row = [x.registers, x.spills, x.shared, x.instructions]
-                rows[f"{architecture}: {x.kernel}"] = row
-            if architecture == "sm_86":
-                took = ahead.estimate(lines) * 1e9
-        head = ["registers", "spills", "shared bytes", "instructions/entry"]
+        found = {a: ahead.compiled(config, a) for a in ahead.ARCHITECTURES}
+        rows = {f"{a}: {k}": row for a, each in found.items() for k, row in each.items()}
+        took = ahead.estimate(found["sm_86"]) * 1e9
         notes = [
             f"Estimated on an A6000 (768 GB/s, 38.7 TFLOP/s), not measured: {took:.3f} ns/param of "
             "a large matrix, each pass at the longer of its bytes and its instructions.",
-            bar("no spills", spills, 0),
+            bar("no spills", sum(spills for _, spills, *_ in rows.values()), 0),
         ]
-        tables.append(Table(f"{name}: the kernels as compiled", head, rows, notes))
+        tables.append(Table(f"{name}: the kernels as compiled", ahead.COLUMNS, rows, notes))
     return tables
 
 
-COMMANDS = {
-    "step": bench_step,
-    "many": bench_many,
-    "roofline": bench_roofline,
-    "tasks": bench_tasks,
-    "metatrain": bench_metatrain,
-    "export": bench_export,
-    "gpu": bench_gpu,
-}
+COMMANDS = dict(step=bench_step, many=bench_many, roofline=bench_roofline, tasks=bench_tasks)
+COMMANDS |= dict(metatrain=bench_metatrain, export=bench_export, gpu=bench_gpu)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Speed and memory, side by side in one run, into BENCHMARKS.md.",
-        epilog="example: python bench.py step --repeats 5",
-    )
+    parser = argparse.ArgumentParser(description="Measure speed and memory, into BENCHMARKS.md.")
     parser.add_argument("what", choices=[*COMMANDS, "all"], help="what to measure")
     parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")
     parser.add_argument("--device", default="cpu", help="cuda is for step and many")

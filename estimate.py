@@ -1,13 +1,12 @@
 """What a meta-training run would take on a GPU that is not here: memory and time, as estimates.
 
     python metatrain.py mulo_m --scale paper --dry-run                  # on an A6000
-    python metatrain.py mulo_m --scale paper --dry-run --card a100
     python metatrain.py mulo_m --scale paper --dry-run --card 1000,60   # GB/s, TFLOP/s
 
-Everything is built on the meta device, where tensors have no data, and one inner step of each task
-is run under a mode that counts: the bytes that are alive, and each operation's bytes and FLOPs. An
-operation takes the longest of: its bytes over the card's bandwidth, its FLOPs over the card's
-speed, and a launch. The step of the learned optimizer's kernels is counted by hand (`step_cost`).
+One inner step of each task runs on the meta device, where tensors have no data, under a mode that
+counts the bytes that are alive, and each operation's bytes and FLOPs. An operation takes the
+longest of its bytes over the card's bandwidth, its FLOPs over the card's speed, and a launch. The
+kernels of the learned optimizer's step are counted by hand (`step_cost`).
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ def card(text: str) -> Card:
     except ValueError:
         names = ", ".join(CARDS)
         raise ValueError(f"unknown card {text!r}: use one of {names}, or GB/s,TFLOP/s.") from None
-    return Card(
-        f"{bandwidth:g} GB/s, {flops:g} TFLOP/s", bandwidth * 1e9, flops * 1e12, flops * 1e12
-    )
+    name, flops = f"{bandwidth:g} GB/s, {flops:g} TFLOP/s", flops * 1e12
+    return Card(name, bandwidth * 1e9, flops, flops)
 
 
 class Count(TorchDispatchMode):
@@ -81,22 +79,20 @@ class Count(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         out = func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        storages = {x.untyped_storage()._cdata for x in given}
-        for x in made:
-            if x.untyped_storage()._cdata not in self.alive | storages:  # not a view of an argument
-                self._add(x.untyped_storage())
+        known = self.alive | {x.untyped_storage()._cdata for x in given}
+        for storage in (x.untyped_storage() for x in made):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in known:  # not a view
+                self.alive.add(key)
+                known.add(key)
+                self.now += size
+                weakref.finalize(storage, self._free, key, size)
         self.peak = max(self.peak, self.now)
         if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **kwargs, out_val=out) if count else 0
             self.operations.append((sum(x.nbytes for x in (*given, *made)), flops))
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self.alive.add(key)
-        self.now += size
-        weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:
         self.alive.discard(key)
@@ -134,8 +130,7 @@ def step_cost(config, entries: int) -> tuple[float, float]:
 def task_estimate(trainer: pes.Trainer, index: int, on: Card) -> tuple[int, int, float]:
     """Of one task: bytes held, bytes more while nets train, seconds of a truncation."""
     task, groups, r = trainer.tasks[index], trainer.particles[index], trainer.r
-    held = [x for p in groups for d in (p.theta, p.state) for x in d.values()]
-    held = sum(x.nbytes for x in [*held, *(p.xi for p in groups)])
+    held = sum(x.nbytes for p in groups for x in (*p.theta.values(), *p.state.values(), p.xi))
     count = inner_step(task, groups[0])
     seconds = count.seconds(on, r.tf32)
     if groups[0].opt.backend == "kernel":

@@ -3,14 +3,13 @@
     kernels.choose("auto", config, device)      # "kernel", or "folded" and a warning that says why
     kernels.step_(config, rows, grads, packed, values, index)
 
-`folded.py` is one pure function for any device. `cpu.cpp` and `gpu.py` are explicit kernels in
-three passes (row and column means; accumulators and sums of squares; network and update) that store
-no features. Both take a table with one row per tensor, `ROW`, so one call steps all tensors of a
-model, or of all particles in meta-training. At first use a kernel is compared with `folded` on
-small tensors; if it cannot be built, or differs (a feature was changed, say), `folded` runs.
+`folded.py` is one pure function for any device. `cpu.cpp` and `gpu.py` are kernels that store no
+features. They take a table with one `ROW` per tensor: one call steps all tensors of a model, or of
+all particles in meta-training. At first use a kernel is compared with `folded` on small tensors; if
+it cannot be built, or differs (a feature was changed, say), `folded` runs.
 
 The C++ is compiled once per shape of the network, in seconds, and kept in the user's cache folder
-under a name made of its source, flags, compiler and the CPU's features.
+under a name made of its source, compiler, flags and the CPU's features.
 """
 
 from __future__ import annotations
@@ -46,12 +45,15 @@ TOLERANCE = 1e-5  # of the largest update, in the check at first use
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ROW = np.dtype(
     [
-        *((name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net")),  # addresses
-        *((name, "i8") for name in "AXBYC"),  # the shape: see `rows`
+        *((name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC")),  # see `rows`
         *((name, "i4") for name in ("kind", "p_dtype", "g_dtype")),
         *((name, "f4") for name in ("t", "scale", "decay", "eps")),
         ("pad", "i4"),
     ]
+)
+SETTINGS = np.dtype(  # what is the same for all tensors of a call: `struct Settings` of cpu.cpp
+    [(name, "f4") for name in ("lam1", "lam2", "eps_rms", "t_max", "anneal", "clip")]
+    + [(name, "i4") for name in ("eps_mode", "paper")]
 )
 
 
@@ -84,53 +86,43 @@ def choose(backend: str, config, device: torch.device) -> str:
 def refusal(config, device: torch.device) -> str | None:
     """Why the kernel cannot run, or None."""
     known = {"small_fc": 39, "velo": 30, "velo_paper": 29}[config.feature_set]
+    most = 64 if device.type == "cuda" else 128
     if config.num_features != known:
         return f"it knows {known} features, not {config.num_features}"
-    if config.hidden_layers > 3 or config.hidden_size > 128:
-        return "it knows up to 3 hidden layers of up to 128 units"
+    if config.hidden_layers > 3 or config.hidden_size > most:
+        return f"it knows up to 3 hidden layers of up to {most} units"
+    if device.type not in LAUNCH:
+        return "there are kernels for CPUs and CUDA only"
+    if device.type == "meta":  # stands for a GPU, to count memory
+        return None
     try:
-        if device.type == "cpu":
-            library(config.hidden_size, config.hidden_layers, known)
-        elif device.type == "cuda":
-            from kernels import gpu
-
-            if not gpu.knows(config):
-                return (
-                    f"it does not know {config.hidden_layers} layers of {config.hidden_size} units"
-                )
-        elif device.type == "meta":  # stands for a GPU, to count memory
-            return None
-        else:
-            return "there are kernels for CPUs and CUDA only"
         error = self_check(config, device)
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # whatever stops a kernel, "auto" must run
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
-    if not error <= TOLERANCE:
-        return f"it differs from the folded step by {error:.1e} of the update"
-    return None
+    if error <= TOLERANCE:
+        return None
+    return f"it differs from the folded step by {error:.1e} of the update"
 
 
 @torch.no_grad()
 def self_check(config, device: torch.device) -> float:
     """The largest difference from `folded` after two steps of small tensors, over the update."""
     config = dataclasses.replace(config, lam1=1.0, lam2=0.1)
-    gen, worst = torch.Generator().manual_seed(0), 0.0
+    gen, errors = torch.Generator().manual_seed(0), []
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=gen)).to(device)
 
-    sizes = config.layer_sizes()
-    phi = {f"b{k}": random(1, 1, n, scale=0.1) for k, n in enumerate(sizes[1:])}
-    for k, (n, m) in enumerate(pairwise(sizes)):
+    phi = {}
+    for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
         phi[f"w{k}"] = random(1, 1, n, m, scale=n**-0.5)
+        phi[f"b{k}"] = 1 + random(1, 1, m, scale=0.1)  # so that most units are active
     if config.net == "small_fc":
-        phi["momentum_decays"], phi["rms_decays"] = (
-            random(1, 1, 3, scale=0.05),
-            random(1, 1, 1, scale=0.05),
-        )
-        phi["adafactor_decays"] = random(1, 1, 3, scale=0.05)
+        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        phi |= {k: random(1, 1, n, scale=0.05) for k, n in decays.items()}
+    one = {k: w[:, 0] for k, w in phi.items()}
     values = torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1)
     for shape in ((37,), (21, 13), (6, 5, 3, 3)):
         dims = features.factored_dims(shape)
@@ -140,10 +132,9 @@ def self_check(config, device: torch.device) -> float:
         for _ in range(2):
             g = random(1, *shape, scale=0.1)
             step_(config, [rows(mine, mine_acc, dims)], [g], pack(config, phi), values, [0])
-            one = {k: w[:, 0] for k, w in phi.items()}
             acc, p = folded.step(config, one, acc, p, g, *values[:2, 0], dims, *values[2:, 0])
-        worst = max(worst, float((mine - p).abs().max() / (p - start).abs().max()))
-    return worst
+        errors.append(float((mine - p).abs().max() / (p - start).abs().max()))
+    return float(np.max(errors))  # NaN if one is NaN
 
 
 # ---------------------------------------------------------------- the table
@@ -168,15 +159,13 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     for name, x in (("p", p), *acc._asdict().items()):
         found[name] = x.data_ptr() + x.stride(0) * x.element_size() * np.arange(len(p))
     shape = p.shape[1:]
-    if dims is None:
-        found["A"] = found["X"] = found["B"] = found["C"] = 1
-        found["Y"] = math.prod(shape)
-    else:
+    sizes = (), (), (), shape, ()
+    if dims is not None:
         x, y = sorted(d + len(shape) for d in dims)
         sizes = shape[:x], shape[x : x + 1], shape[x + 1 : y], shape[y : y + 1], shape[y + 1 :]
-        for name, part in zip("AXBYC", sizes, strict=True):
-            found[name] = math.prod(part)
         found["kind"] = 1 if dims[1] > dims[0] else 2
+    for name, part in zip("AXBYC", sizes, strict=True):
+        found[name] = math.prod(part)
     found["p_dtype"] = DTYPES[p.dtype]
     return found
 
@@ -214,28 +203,20 @@ def step_(
     return LAUNCH[values.device.type](config, table.reshape(-1), values)
 
 
-class Settings(ctypes.Structure):
-    """What is the same for all tensors of a call: `struct Settings` of cpu.cpp."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_float)
-            for name in ("lam1", "lam2", "eps_rms", "t_max", "anneal", "clip")
-        ),
-        *((name, ctypes.c_int) for name in ("eps_mode", "paper")),
-    ]
-
-
 def launch_cpu(config, rows: np.ndarray, values: Tensor) -> int:
     for name, x in zip(("t", "scale", "decay", "eps"), values.numpy(), strict=True):
         rows[name] = x
     numbers = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
     mode = ("reference", "fan_in", "relative").index(config.eps)
-    settings = Settings(*numbers, features.CLIP[config.net], mode, config.spec == "paper")
-    found = library(config.hidden_size, config.hidden_layers, config.num_features)
-    threads, bad = torch.get_num_threads(), ctypes.c_long(0)
-    where = ctypes.byref(settings), threads, ctypes.byref(bad)
-    found.step(rows.ctypes.data, len(rows), *where)
+    numbers = *numbers, features.CLIP[config.net], mode, config.spec == "paper"
+    settings, bad = np.array(numbers, SETTINGS), ctypes.c_long(0)
+    library(config.hidden_size, config.hidden_layers, config.num_features).step(
+        ctypes.c_void_p(rows.ctypes.data),
+        ctypes.c_long(len(rows)),
+        ctypes.c_void_p(settings.ctypes.data),
+        ctypes.c_int(torch.get_num_threads()),
+        ctypes.byref(bad),
+    )
     return bad.value
 
 
@@ -264,75 +245,46 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     if not compiler:
         raise OSError("there is no C++ compiler: install g++")
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    flags = [*FLAGS, native, f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"]
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    key = hashlib.sha256(
-        "\n".join([*flags, version, cpu_features()]).encode() + SOURCE.read_bytes()
-    )
-    name = f"cpu-{key.hexdigest()[:24]}.so"
+    shape = f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"
+    command = [*compiler, *FLAGS, native, *shape]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
+    parts = "\n".join([*command, version.stdout, cpu_features(), SOURCE.read_text("utf-8")])
+    name = f"cpu-{hashlib.sha256(parts.encode()).hexdigest()[:24]}.so"
     for folder in cache_folders():
+        with contextlib.suppress(OSError):  # missing or damaged
+            return ctypes.CDLL(str(folder / name))
         try:
-            return build(folder / name, compiler, flags)
+            build(folder / name, command)
+            return ctypes.CDLL(str(folder / name))
         except OSError as problem:  # the folder cannot be written: try the next
             reason = problem
     raise reason
 
 
-def build(path: Path, compiler: list[str], flags: list[str]) -> ctypes.CDLL:
-    """Load the library at `path`; compile it first if it is missing or damaged."""
-    if path.is_file():
-        try:
-            return loaded(path)
-        except OSError:
-            pass
+def build(path: Path, command: list[str]) -> None:
+    """Compile to a file of another name, then rename: two processes may build at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")  # then renamed: two may build
+    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        command = [*compiler, *flags, str(SOURCE), "-o", part]
+        command = [*command, str(SOURCE), "-o", part]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise RuntimeError(
-                f"{compiler} cannot compile {SOURCE.name} ({first_error(result.stderr)})"
-            )
+            lines = result.stderr.strip().splitlines() or ["no message"]
+            error = next((line for line in lines if "error" in line), lines[0])
+            raise RuntimeError(f"{command[0]} cannot compile {SOURCE.name} ({error})")
         os.replace(part, path)
     finally:
         Path(part).unlink(missing_ok=True)
-    return loaded(path)
-
-
-def loaded(path: Path) -> ctypes.CDLL:
-    found = ctypes.CDLL(str(path))
-    found.step.restype = None
-    found.step.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_long,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
-    return found
-
-
-def first_error(text: str) -> str:
-    lines = text.strip().splitlines() or ["no message"]
-    return next((line for line in lines if "error" in line), lines[0])
 
 
 def cache_folders() -> Iterator[Path]:
-    """The user's cache folder, then one of this process alone, if the first cannot be written."""
+    """The user's cache folder, then a temporary one, if the first cannot be written."""
     with contextlib.suppress(RuntimeError):  # there is no home
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mulo"
-    yield private_folder()
-
-
-@functools.cache
-def private_folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="mulo-")
     atexit.register(folder.cleanup)
-    return Path(folder.name)
+    yield Path(folder.name)
 
 
 def cpu_features() -> str:

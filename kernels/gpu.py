@@ -12,17 +12,16 @@ feature of an entry is stored.
     fold        1/RMS, time and the features of r and c into W0   reads the weights
     update      the network, and p                                reads p, g, M, V; writes p
 
-Layout. A tensor is (A, X, B, Y, C): X and Y are factored, A, B and C are batch. r and c live on its
-two *sides*: the x side (A, X, B, C), averaged over Y, and the y side (A, B, Y, C), averaged over X;
+A tensor is (A, X, B, Y, C): X and Y are factored, A, B and C are batch. r and c live on its two
+*sides*: the x side (A, X, B, C), averaged over Y, and the y side (A, B, Y, C), averaged over X;
 `kind` says which of them is r. A vector has only a y side, as long as itself, where r = c. A side
-is cut into blocks of N entries along X or Y, at one batch index; a tensor into tiles of R rows
-(along X) and W columns (along Y and C, which are contiguous).
+is cut into blocks of N entries along X or Y, a tensor into tiles of R rows (along X) and W columns
+(along Y and C).
 
 A program finds its tensor and its block or tile in `index`, the tensor's addresses, sizes and
-numbers in `rows`, and where intermediate results lie in the buffer `work` in `plan`. `index` and
-`plan` depend on shapes alone: they are built once. Every sum is a sum of tiles' sums, in a fixed
-order: results are reproducible, and long rows keep their digits. Names and formulas are those of
-features.py.
+numbers in `rows`, and the places of intermediate results in `work` in `plan`. `index` and `plan`
+depend on shapes alone and are cached. Sums are sums of tiles' sums in a fixed order: reproducible,
+and accurate for long rows. Names and formulas are those of features.py.
 """
 
 # ruff: noqa: RUF005 (Triton knows no (*x, y))
@@ -45,7 +44,8 @@ from torch import Tensor
 from features import send
 
 N = tl.constexpr(128)  # entries of a block of a side
-MEANS_R, MEANS_W = tl.constexpr(32), tl.constexpr(64)  # a tile of `means`
+MEANS_TILE = (32, 64, 4)  # rows, columns and warps
+MEANS_R, MEANS_W = (tl.constexpr(n) for n in MEANS_TILE[:2])
 TIMESCALES = tl.constexpr((1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000))
 TINY, INFINITY = tl.constexpr(1e-28), tl.constexpr(math.inf)
 NORMAL = tl.constexpr(1.2e-38)  # of smaller floats a GPU's 1/sqrt is infinite
@@ -456,11 +456,6 @@ PROGRAMS = 1024  # enough to fill a GPU: a program of `accumulate` has several t
 SHAPE = np.dtype([(k, "i8") for k in "AXBYC"] + [(k, "i4") for k in ("kind", "p_dtype", "g_dtype")])
 
 
-def knows(config) -> bool:
-    """Whether the kernels can run a configuration: if not, use another backend."""
-    return config.hidden_size <= 64 and config.hidden_layers <= 3
-
-
 @functools.lru_cache(maxsize=64)
 def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, list[tuple]]:
     """For tensors of these shapes, kinds and dtypes (SHAPE, one per tensor): the kernels' plan, the
@@ -505,8 +500,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
             launch(kernel, (*numbered(counts * which), each), warps=warps, **of_case)
 
     sided = [(s, side, k) for side in (0, 1) for s, k in [numbered(blocks[side])]]
-    for g, g_type in enumerate(DTYPES):
-        launch(means, (*numbered(means_tiles * (shape["g_dtype"] == g)), 0), g_type=g_type)
+    launch_tiles(means, means_tiles, 0, *MEANS_TILE)
     launch(factor, *sided)
     launch(sides, *sided)
     launch_tiles(accumulate, programs, each, *ACCUMULATE_TILE)

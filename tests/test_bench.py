@@ -1,4 +1,4 @@
-"""bench.py and bench.py measure what they say: turns, minima, memory; and write it down."""
+"""bench.py measures what it says: turns, minima, memory; and writes it down."""
 
 import json
 
@@ -53,6 +53,11 @@ def test_sections_are_kept_apart(tmp_path):
     assert "| one | 12,346 | 0.123 |" in text
     assert text.count("| one | 2 | 3 |") == 1
     assert torch.__version__ in text
+
+
+def test_benchmarks_are_what_is_kept():
+    kept = json.loads((bench.FOLDER / "results" / "bench.json").read_text())
+    assert bench.written(kept) == (bench.FOLDER / "BENCHMARKS.md").read_text()
 
 
 def test_many_and_roofline(monkeypatch):
