@@ -153,8 +153,9 @@ def report(trainer: pes.Trainer, on: Card) -> str:
             f"{more / 2**30:.2f} GiB more; {seconds:.2f} s per truncation of {r.truncation} steps"
         )
     held, more, seconds = zip(*parts, strict=True)
-    data = DATASETS.get(trainer.tasks[0].dataset, 0)
-    total, outer = sum(held) + max(more) + data + CONTEXT, sum(seconds)
+    data = sum(DATASETS.get(name, 0) for name in {task.dataset for task in trainer.tasks})
+    total = sum(held) + max(more) + data + CONTEXT
+    outer = sum(seconds) * (r.per_step or len(seconds)) / len(seconds)
     lines.append(
         f"{r.name}, {len(trainer.phi):,} weights: about {total / 2**30:.2f} GiB, of which the data "
         f"set {data / 2**30:.2f} and the CUDA context {CONTEXT / 2**30:.1f}; a smaller "
