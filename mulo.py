@@ -502,8 +502,7 @@ class MuLO(torch.optim.Optimizer):
             acc = Accumulators(*(x.unsqueeze(0) for x in own))
             dims = features.factored_dims(shape, group["out_axis"])
             one = p.detach().view(1, *shape)
-            stack = Stack(one, acc, dims, kernels.rows(one, acc, dims))
-            kept = self._stacks[p] = where, own, stack
+            kept = self._stacks[p] = where, own, Stack(one, acc, dims, kernels.rows(one, acc, dims))
         return kept[2]
 
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
