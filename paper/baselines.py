@@ -169,6 +169,11 @@ class Tuning:
     def __str__(self) -> str:
         return f"tuning {self.which} on {self.task}"
 
+    def rates(self) -> list[float]:
+        """Fewer on wide nets, whose best rates are small."""
+        rates = RATES[self.which]
+        return rates[2:7] if tasks.get(self.task).width >= 1024 else rates
+
     def key(self) -> tuple:
         task = tasks.get(self.task)
         width = task.width if self.every_width else None
@@ -179,12 +184,12 @@ class Tuning:
 
     def cost(self) -> int:
         task = tasks.get(self.task)
-        nets = len(self.seeds) * len(RATES[self.which])
+        nets = len(self.seeds) * len(self.rates())
         return self.steps * nets * (task.depth * task.width**2 + 20_000)
 
     def run(self, device: str = "cpu", backend: str = "auto") -> dict:
         task = tasks.get(self.task)
-        configs = [{**USUAL, "lr": lr} for lr in RATES[self.which]]
+        configs = [{**USUAL, "lr": lr} for lr in self.rates()]
         rest = self.steps, list(self.seeds), self.schedule, configs, device
         found = tune(self.which, task, *rest)
         about = {"width": task.width, "depth": task.depth, "seeds": len(self.seeds)}

@@ -32,7 +32,7 @@ ENTRANTS = [  # optimizer, schedule
     *((name, "constant") for name in ("muvelo_m", "adamw", "muadam", "adamw_default")),
     ("adamw_oracle", "cosine"),
 ]
-FEWER = 2  # seeds of the widest MLPs
+FEWER = 1  # seed of the widest MLPs
 
 
 def tune_missing(suite: Suite, results: Results) -> None:
