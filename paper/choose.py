@@ -161,7 +161,8 @@ of final losses after 500, 2,500 and 12,500 steps on tasks that no evaluation us
 paper/choose.py; for mulo_x also other families of nets, so its figures are not comparable with
 the others'). `anneal` in the config shrinks updates beyond the horizon of meta-training (500
 steps, 2,000 for mulo_x), so it matters in validation but not in meta-training. Meta-loss is the
-mean of the last 20 outer steps.
+mean of the last 20 outer steps. Of mulo_x a second run, with hidden size 16, was stopped after 183
+outer steps, as it was behind the first at every step.
 
 | name | seed | | validation | meta-loss | minutes | commit | command |
 |---|---|---|---|---|---|---|---|
