@@ -35,6 +35,7 @@ from tqdm import tqdm
 import estimate
 import kernels
 import mulo
+import roles
 import tasks
 import training
 from checkpoints import write_atomically
@@ -121,7 +122,6 @@ DESK = {
     "hidden_size": 8, "sigma": 0.05, "unroll": 500, "shortest": 500, "truncation": 25,
     "steps": 800, "warmup": 50, "lr": 3e-3, "lr_end": 3e-4, "micro_batch": 8, "anneal": 0.5,
 }  # fmt: skip
-INPUTS = {"desk": 64.0, "paper": 3072.0}  # input_base of the recipes under μP
 SP = {"mup": False, "lam1": 0.001}
 VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
 DESK_VELO = {  # a bank of 256, as in the authors' VeLO: small ones make large MLPs, and noise
@@ -136,8 +136,9 @@ MIXTURE = (  # small images, teachers and, for the learned multipliers, other fa
     "fashion_mlp_w24_d4", "teacherb_mlp_w16_d4_b16",
 )  # fmt: skip
 GENERAL = {
-    "mixture": MIXTURE, "per_step": 4, "late": 0.5, "cosine": 0.5, "multipliers": True,
-    "unroll": 2000, "shortest": 100, "steps": 2500, "warmup": 100,
+    "mixture": MIXTURE, "per_step": 4, "late": 0.5, "cosine": 0.5, "input_base": 64.0,
+    "by_channels": True, "multipliers": True, "unroll": 2000, "shortest": 100, "steps": 2500,
+    "warmup": 100,
 }  # fmt: skip
 RECIPES = {
     "mulo_s": {},
@@ -159,13 +160,20 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
     if "mixture" in RECIPES[name] and scale != "desk":
         raise ValueError(f"{name} is not in the paper: leave --scale out.")
     fields = {"name": name} | (DESK if scale == "desk" else {}) | RECIPES[name]
-    if fields.get("mup", True):  # rules beyond the paper; in meta-training itself they are 1
-        fields |= {"input_base": INPUTS[scale], "by_channels": True}
     if scale == "desk" and fields.get("net") == "velo":
         fields |= DESK_VELO if fields.get("mup", True) else DESK_VELO | DESK_VELO_SP
     if name.endswith("_s"):
         fields["widths"] = fields.get("widths", Recipe.widths)[:1]
-    return Recipe(**(fields | changes))
+    r = Recipe(**(fields | changes))
+    if not r.mup or "input_base" in fields | changes:
+        return r
+    return dataclasses.replace(r, by_channels=True, input_base=input_size(r.tasks()[0]))
+
+
+def input_size(task: tasks.Task) -> float:
+    """The fan_in of a task's first input layer, the base of the input rule; 0 if there is none."""
+    weights = ((w, task.roles()[w.name]) for w in roles.weights_of(task.skeleton()))
+    return next((float(w.fan_in) for w, role in weights if roles.kind_of(w, role) == "input"), 0.0)
 
 
 def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
