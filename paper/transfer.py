@@ -32,6 +32,7 @@ ENTRANTS = [  # optimizer, schedule
     *((name, "constant") for name in ("muvelo_m", "adamw", "muadam", "adamw_default")),
     ("adamw_oracle", "cosine"),
 ]
+ASIDE = ("muon", "constant")  # on MLPs up to width 256 only, so it has no rank
 FEWER = 1  # seed of the widest MLPs
 
 
@@ -53,10 +54,12 @@ def transfer(suite: Suite, results: Results) -> Finding:
     """Untuned on other data sets, input sizes and models, against AdamW of several kinds."""
     tune_missing(suite, results)
     given = suite.contenders()
-    who = {name: given.get(name) or contender(name) for name, _ in ENTRANTS}
+    who = {name: given.get(name) or contender(name) for name, _ in [*ENTRANTS, ASIDE]}
     jobs = {}
     for name, widths in suite.transfer.items():
-        for w, (optimizer, schedule) in product(widths, ENTRANTS):
+        for w, (optimizer, schedule) in product(widths, [*ENTRANTS, ASIDE]):
+            if optimizer == "muon" and (w >= 1024 or "mlp" not in name):
+                continue
             seeds = tuple(range(min(FEWER, suite.seeds) if w >= 1024 else suite.seeds))
             task = name.format(w)
             jobs[name, w, optimizer, schedule] = Job(
