@@ -55,6 +55,7 @@ class Recipe:
     seed: int = 0
     net: str = "small_fc"  # or "velo"
     mup: bool = True
+    start: str = ""  # a learned optimizer to start from, in place of random weights
     kind: str = "in32_mlp"  # of task, or the path of a file; widths and depth complete its name
     widths: tuple[int, ...] = (128, 512, 1024)
     depth: int = 3
@@ -136,9 +137,9 @@ MIXTURE = (  # small images, teachers and, for the learned multipliers, other fa
     "fashion_mlp_w24_d4", "teacherb_mlp_w16_d4_b16",
 )  # fmt: skip
 GENERAL = {
-    "mixture": MIXTURE, "per_step": 4, "late": 0.5, "cosine": 0.5, "input_base": 64.0,
-    "by_channels": True, "multipliers": True, "unroll": 2000, "shortest": 100, "steps": 2500,
-    "warmup": 100,
+    "start": "mulo_m", "mixture": MIXTURE, "per_step": 4, "late": 0.5, "cosine": 0.5,
+    "input_base": 64.0, "by_channels": True, "multipliers": True, "unroll": 1000, "shortest": 200,
+    "steps": 800, "sigma": 0.03, "lr": 1e-3, "lr_end": 1e-4,
 }  # fmt: skip
 RECIPES = {
     "mulo_s": {},
@@ -194,7 +195,13 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
         multipliers=r.multipliers,
     )
     kind = mulo.VeLO if r.net == "velo" else mulo.SmallFC
-    return kind(config, torch.Generator().manual_seed(r.seed)).to(device)
+    lo = kind(config, torch.Generator().manual_seed(r.seed))
+    if r.start:
+        try:
+            lo.load_state_dict(lo.state_dict() | mulo.load(r.start).state_dict())
+        except RuntimeError:
+            raise ValueError(f"{r.start} has other sizes: give it the recipe's net.") from None
+    return lo.to(device)
 
 
 class Run:
@@ -445,6 +452,7 @@ def _parser() -> argparse.ArgumentParser:
     numbers.add_argument(
         "--mixture", nargs="+", metavar="TASK", help="tasks in place of kind, widths and depth"
     )
+    numbers.add_argument("--start", metavar="LO", help="a learned optimizer to start from")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`; a .py file: one's own")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
     numbers.add_argument(
