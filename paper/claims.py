@@ -59,7 +59,7 @@ class Suite:
     seeds: int = 5
     scale: str = "desk"
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 2048)  # the last for epsilons only
-    ablate_seeds: int = 2  # of meta-training
+    ablate_seeds: int = 1  # of meta-training
     ablate_recipe: tuple[tuple[str, int], ...] = ()  # changes to every recipe
 
     def contenders(self) -> dict[str, Contender]:
@@ -219,7 +219,8 @@ def rank(suite: Suite, results: Results) -> Finding:
     names, columns = list(who), list(product(runs, suite.columns))
     jobs = {}
     for kind, (t, w) in product(suite.kinds, columns):
-        jobs[kind, t, w] = [suite.job(c, f"{kind}_w{w}_d3", runs[t]) for c in who.values()]
+        task = f"{kind}_w{w}_d3"
+        jobs[kind, t, w] = [suite.job(c, task, runs[t], seeds=3) for c in who.values()]
     results.run(chain(*jobs.values()), "rank")
     ranks = {kind: torch.empty(len(columns), len(who)) for kind in suite.kinds}
     for (kind, t, w), some in jobs.items():

@@ -177,8 +177,8 @@ HEAD = """# Results
 Written by `python evaluate.py {command}` from the files in [{link}]({link}): {about}
 
 Nets of all widths and optimizers see the same batches. AdamW and μAdam are tuned over the paper's
-grids; for the cosine schedule only their rates are tuned anew. 5 seeds, 3 in the coordinate check,
-2 in the look at activations, 1 or 2 in the ablations. Final loss: mean training loss over the last
+grids; for the cosine schedule only their rates are tuned anew. 5 seeds, 3 for ranks and in the
+coordinate check, 2 in the look at activations, 1 or 2 in the ablations. Final loss: mean training loss over the last
 tenth of a run; errors: standard error over seeds.
 
 | experiment | paper | here | checks that hold |
