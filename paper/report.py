@@ -177,22 +177,21 @@ HEAD = """# Results
 Written by `python evaluate.py {command}` from the files in [{link}]({link}): {about}
 
 Nets of all widths and optimizers see the same batches. AdamW and μAdam are tuned over the paper's
-grids; for the cosine schedule only their rates are tuned anew. 5 seeds, 3 for ranks and in the
-coordinate check, 2 in the look at activations, 1 or 2 in the ablations. Final loss: mean training loss over the last
-tenth of a run; errors: standard error over seeds.
+grids; for the cosine schedule, and in the section on other data sets, only their rates are. 5
+seeds, 3 for ranks and in the coordinate check, 2 in the look at activations, 1 or 2 in the
+ablations. Final loss: mean training loss over the last tenth of a run; errors: standard error over
+seeds.
 
 | experiment | paper | here | checks that hold |
 |---|---|---|---|
 """
 ABOUT = {  # by scale
     "desk": """the shipped
-optimizers, meta-trained for 500 steps on 8x8 Fashion-MNIST at widths 16, 32 and 64, each the best
-of three seeds, μLO_M of five ([weights](weights/README.md)), on that data and, for width and rank,
-also on a data set they have not seen (labels of a random teacher). The same commands with
-`--scale paper --device cuda --who` and the folders of your runs are for the paper's sizes; that has
-not been run. When these experiments were first run, batches came from each net's own generator and
-differed from width to width; then μLO_M ended at 0.465 at width 512 and at 0.479 at 1024, a rise
-beyond the standard error that AdamW, μAdam and μVeLO_M shared.""",
+optimizers ([weights](weights/README.md)), meta-trained for 500 steps on 8x8 Fashion-MNIST at widths
+16, 32 and 64, on that data and, for width and rank, also on a data set they have not seen (labels
+of a random teacher). μLO_X is meta-trained on a mixture and tested under "Other data sets" only.
+The same commands with `--scale paper --device cuda --who` and the folders of your runs are for the
+paper's sizes; that has not been run.""",
     "paper": """the
 optimizers named by `--who`, else the shipped ones, on tasks of the paper's sizes.""",
 }
