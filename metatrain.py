@@ -56,6 +56,7 @@ class Recipe:
     net: str = "small_fc"  # or "velo"
     mup: bool = True
     start: str = ""  # a learned optimizer to start from, in place of random weights
+    only: tuple[str, ...] = ()  # names of the weights that are meta-trained; (): all
     kind: str = "in32_mlp"  # of task, or the path of a file; widths and depth complete its name
     widths: tuple[int, ...] = (128, 512, 1024)
     depth: int = 3
@@ -137,9 +138,10 @@ MIXTURE = (  # small images, teachers and, for the learned multipliers, other fa
     "fashion_mlp_w24_d4", "teacherb_mlp_w16_d4_b16",
 )  # fmt: skip
 GENERAL = {
-    "start": "mulo_m", "mixture": MIXTURE, "per_step": 4, "late": 0.5, "cosine": 0.5,
-    "input_base": 64.0, "by_channels": True, "multipliers": True, "unroll": 1000, "shortest": 200,
-    "steps": 800, "sigma": 0.03, "lr": 1e-3, "lr_end": 1e-4,
+    "start": "mulo_m", "only": ("multipliers",), "mixture": MIXTURE, "per_step": 4, "late": 0.5,
+    "cosine": 0.5, "input_base": 64.0, "by_channels": True, "multipliers": True, "unroll": 1000,
+    "shortest": 200, "steps": 250, "warmup": 10, "sigma": 0.1, "lr": 2e-2, "lr_end": 1e-3,
+    "weight_decay": 0.0,
 }  # fmt: skip
 RECIPES = {
     "mulo_s": {},
@@ -281,7 +283,9 @@ class Run:
 
     @classmethod
     def _continue(cls, state: dict, out: Path, device: str) -> Run:
-        fields = state["recipe"] | {k: tuple(state["recipe"][k]) for k in ("widths", "mixture")}
+        fields = state["recipe"] | {
+            k: tuple(state["recipe"][k]) for k in ("widths", "mixture", "only")
+        }
         if set(fields) != {f.name for f in dataclasses.fields(Recipe)}:
             raise ValueError(
                 f"the run in {out} was made by other code ({state.get('commit')}): resume it with "

@@ -94,6 +94,9 @@ class Particles:
         self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # so that all begin at once
         self.scheduled = torch.tensor([k < r.cosine * r.pairs for k in pairs])
+        only = [not r.only or name in r.only for name, _ in lo.named_parameters()]
+        sizes = torch.tensor([w.numel() for w in weights])
+        self.trained = torch.tensor(only).repeat_interleave(sizes)  # (D,)
         self.xi = torch.zeros(n, sum(w.numel() for w in weights), device=device)
         lengths = torch.full((2 * n,), float(r.unroll))
         self.state = self.opt.init(self.theta, mulo.stacked(lo), lengths)
@@ -108,7 +111,7 @@ class Particles:
         """
         n, device = len(self.t), phi.device
         noise = [torch.randn(len(phi), generator=g) for g in self.generators]
-        eps = self.r.sigma * features.send(torch.stack(noise), device)
+        eps = self.r.sigma * features.send(torch.stack(noise) * self.trained, device)
         phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
         weights = self.opt.prepare(phis)
         began, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []

@@ -33,7 +33,7 @@ ENTRANTS = [  # optimizer, schedule
     ("adamw_oracle", "cosine"),
 ]
 ASIDE = ("muon", "constant")  # on MLPs up to width 256 only, so it has no rank
-FEWER = 1  # seed of the widest MLPs
+SEEDS, FEWER = 3, 1  # the second on the widest MLPs
 
 
 def tune_missing(suite: Suite, results: Results) -> None:
@@ -60,7 +60,7 @@ def transfer(suite: Suite, results: Results) -> Finding:
         for w, (optimizer, schedule) in product(widths, [*ENTRANTS, ASIDE]):
             if optimizer == "muon" and (w >= 1024 or "mlp" not in name):
                 continue
-            seeds = tuple(range(min(FEWER, suite.seeds) if w >= 1024 else suite.seeds))
+            seeds = tuple(range(min(suite.seeds, FEWER if w >= 1024 else SEEDS)))
             task = name.format(w)
             jobs[name, w, optimizer, schedule] = Job(
                 who[optimizer], task, suite.steps, schedule, seeds
