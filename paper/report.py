@@ -158,7 +158,8 @@ In a deep net first-layer pre-activations stay stable with μLO_M and grow with 
 the logits of μLO_M grow steadily, those of LO_M jump (appendix)."""),
     "ablate": ("Ablations", """
 The default recipe with λ1 = 0.01 (among rates, λ1, steps and perturbations) is one of the best for
-μLO_S, fast and stable (appendix). Epsilons, single μP rules, what happens beyond the meta-trained
+μLO_S, fast and stable (appendix). Variants here are of an earlier desk recipe (400 outer steps,
+batches of 64). Epsilons, single μP rules, what happens beyond the meta-trained
 horizon and a schedule are not varied in the paper."""),
 }  # fmt: skip
 SHORT = {  # the paper's findings, in a few words
