@@ -190,7 +190,8 @@ ABOUT = {  # by scale
     "desk": """the shipped
 optimizers ([weights](weights/README.md)), meta-trained for 500 steps on 8x8 Fashion-MNIST at widths
 16, 32 and 64, on that data and, for width and rank, also on a data set they have not seen (labels
-of a random teacher). μLO_X is meta-trained on a mixture and tested under "Other data sets" only.
+of a random teacher). μLO_M and μVeLO_M are of the present recipe, LO_M, VeLO_M, μLO_S and LO_S of
+an earlier one, meta-trained for half as long. μLO_X is tested under "Other data sets" only.
 The same commands with `--scale paper --device cuda --who` and the folders of your runs are for the
 paper's sizes; that has not been run.""",
     "paper": """the
