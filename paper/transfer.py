@@ -29,7 +29,7 @@ HELD_OUT = ("c10", "text")  # data sets that mulo_x was not meta-trained on
 ENTRANTS = [  # optimizer, schedule
     *(("mulo_m", s) for s in ("constant", "cosine")),
     *(("mulo_x", s) for s in ("constant", "cosine")),
-    *((name, "constant") for name in ("muvelo_m", "adamw", "muadam", "adamw_default")),
+    *((name, "constant") for name in ("adamw", "muadam", "adamw_default")),
     ("adamw_oracle", "cosine"),
 ]
 ASIDE = ("muon", "constant")  # on MLPs up to width 256 only, so it has no rank
