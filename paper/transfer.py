@@ -32,7 +32,7 @@ ENTRANTS = [  # optimizer, schedule
     *((name, "constant") for name in ("adamw", "muadam", "adamw_default")),
     ("adamw_oracle", "cosine"),
 ]
-ASIDE = ("muon", "constant")  # on MLPs up to width 256 only, so it has no rank
+ASIDE = ("muon", "constant")  # on MLPs of width 64 only, so it has no rank
 SEEDS, FEWER = 3, 1  # the second on the widest MLPs
 
 
@@ -58,7 +58,7 @@ def transfer(suite: Suite, results: Results) -> Finding:
     jobs = {}
     for name, widths in suite.transfer.items():
         for w, (optimizer, schedule) in product(widths, [*ENTRANTS, ASIDE]):
-            if optimizer == "muon" and (w >= 1024 or "mlp" not in name):
+            if optimizer == "muon" and (w > 64 or "mlp" not in name):
                 continue
             seeds = tuple(range(min(suite.seeds, FEWER if w >= 1024 else SEEDS)))
             task = name.format(w)
