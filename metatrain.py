@@ -181,13 +181,11 @@ def input_size(task: tasks.Task) -> float:
 
 def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
     """The learned optimizer that a run starts from."""
-    start = mulo.load(r.start) if r.start else None
-    t_max = start.config.t_max if start else float(r.unroll)  # what the time features know
     config = mulo.LOConfig(
         net=r.net,
         hidden_size=r.hidden_size,
         lam1=r.lam1,
-        t_max=t_max if r.net == "small_fc" else None,
+        t_max=float(r.unroll) if r.net == "small_fc" else None,
         lstm_hidden=r.lstm_hidden,
         param_inits=r.param_inits,
         param_scale_mult=r.param_scale_mult,
@@ -200,9 +198,9 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
     )
     kind = mulo.VeLO if r.net == "velo" else mulo.SmallFC
     lo = kind(config, torch.Generator().manual_seed(r.seed))
-    if start:
+    if r.start:
         try:
-            lo.load_state_dict(lo.state_dict() | start.state_dict())
+            lo.load_state_dict(lo.state_dict() | mulo.load(r.start).state_dict())
         except RuntimeError:
             raise ValueError(f"{r.start} has other sizes: give it the recipe's net.") from None
     return lo.to(device)

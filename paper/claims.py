@@ -31,12 +31,12 @@ from training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 
 
-WIDE, NARROW = (64, 256, 1024), (64, 128)
+WIDE = (64, 256, 1024)
 TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "c10s_mlp_w{}_d3": WIDE, "c10b_mlp_w{}_d3": WIDE, "fashion_mlp_w{}_d3": WIDE,
     "teacher256_mlp_w{}_d3": WIDE, "teacher1024_mlp_w{}_d3": WIDE, "teacher2_mlp_w{}_d3": WIDE,
-    "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": NARROW, "c10s_vit_w{}_d3_b16": NARROW,
-    "text_lm_w{}_d2_b8": NARROW,
+    "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": (64, 128), "c10s_vit_w{}_d3_b16": (64,),
+    "text_lm_w{}_d2_b8": (64,),
 }  # fmt: skip
 
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
