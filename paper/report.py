@@ -57,7 +57,8 @@ def save(fig: Figure, path: Path) -> None:
 
 def colour(name: str, other: str = "0.4") -> str:
     """An optimizer of a recipe has the same colour in every figure."""
-    return f"C{list(LABELS).index(name)}" if name in LABELS else other
+    known = list(LABELS).index(name) if name in LABELS else None
+    return other if known is None else f"C{known}" if known < 10 else "k"  # there are ten
 
 
 def draw_final(ax, losses: dict[str, dict[int, Tensor]], xlabel: str = "width", **settings) -> None:
