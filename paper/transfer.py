@@ -81,10 +81,9 @@ def transfer(suite: Suite, results: Results) -> Finding:
 
 def average_ranks(final: dict, entrants: list, held_out: bool = False) -> dict[tuple, float]:
     """Average rank of each entrant over the tasks and widths, best first."""
-    rows = []
-    for (name, _), losses in final.items():
-        if not held_out or name.startswith(HELD_OUT):
-            rows.append(ranked(torch.stack([losses[e].mean() for e in entrants])))
+    some = [x for (name, _), x in final.items() if not held_out or name.startswith(HELD_OUT)]
+    some = some or list(final.values())
+    rows = [ranked(torch.stack([x[e].mean() for e in entrants])) for x in some]
     means = torch.stack(rows).mean(0).tolist()
     return dict(sorted(zip(entrants, means, strict=True), key=lambda x: x[1]))
 

@@ -297,7 +297,7 @@ def test_messages(tmp_path, complaint):
     for flags, reason in (
         (["tune", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp"),
         (["tune", "fashion8_mlp", "--seeds", 0], "must be 1 or more"),
-        (["tune", "fashion_mlp", "--rates-only"], "first run python evaluate.py tune fashion_mlp"),
+        (["tune", "fashion14_mlp", "--rates-only"], "first run python evaluate.py tune fashion14"),
         (["validate", tmp_path / "none.pt"], "no learned optimizer"),
         (["task", "foo", "--who", "adamw"], "unknown task"),
         ([*task, "--who", "sgd"], "no learned optimizer 'sgd'"),
@@ -341,7 +341,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert "4 layers, final loss: μLO_M" in run("depth --processes 1")
     assert "## Deeper nets" in (tmp_path / "RESULTS.md").read_text()
     monkeypatch.setattr(choose, "validate", lambda *a: {"one task": 1.0, "another": 2.0})
-    assert f"{ROOT / 'weights' / 'lo_m.pt'}: 1.5000" in run(f"validate {ROOT}/weights/lo_m.pt")
+    assert f"{ROOT / 'weights' / 'lo_m.pt'}: 1.4142" in run(f"validate {ROOT}/weights/lo_m.pt")
     monkeypatch.setattr(choose, "choose", lambda name, some, device: [name, len(some), device])
     assert run("choose mulo_m a b") == "chosen: ['mulo_m', 2, 'cpu']\n"
     run("depth --processes 1 --who mulo_m --out elsewhere")
