@@ -306,7 +306,7 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     DIVERGES: the paper has neither. Input rule: input layers are multiplied by input_base / fan_in,
     where input_base is the size of the inputs in meta-training, which the paper keeps fixed. An
     update moves the first pre-activations in proportion to fan_in, as it does in a hidden layer.
-    The factor is at most 4: larger ones, for patches of a few pixels, made a ViT end a fifth worse.
+    The factor is at most 4: a ViT with patches of a few pixels trained worse with larger ones.
     Channel rule: hidden convolutions are scaled by 1/channels, not by 1/(channels * kh * kw).
     """
     if kind == "input" and config.input_base:

@@ -148,8 +148,8 @@ that is worth is under Ablations); the others do not. Under one cosine schedule 
 alike, for which AdamW and μAdam are tuned anew."""),
     "transfer": ("Other data sets, input sizes and models", """
 Not in the paper. Learned optimizers untuned, AdamW at its default rate, with its rate tuned at each
-task's smallest width, and under a cosine with its rate tuned at every width. 3 seeds, one at width
-1024."""),
+task's smallest width, and under a cosine with its rate tuned at every width. Tuning is over 5 to 8
+rates with one seed, so less than the paper's. 3 seeds, one at width 1024."""),
     "coord": ("Coordinate check", """
 Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
 grows with it (figure 2, appendix). The check against the size of the inputs, with the input rule
