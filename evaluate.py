@@ -384,7 +384,7 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _claims(args: argparse.Namespace) -> None:
     """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from paper import claims, report, transfer  # noqa: F401 (adds its experiment)
+    from paper import ablations, claims, report, transfer  # noqa: F401 (add experiments)
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
@@ -393,7 +393,7 @@ def _claims(args: argparse.Namespace) -> None:
     for name in claims.EXPERIMENTS if args.command == "all" else [args.command]:
         found = claims.EXPERIMENTS[name](suite, results)
         report.keep(found, name, args.out)
-        report.draw_readme_picture(args.out, suite.kinds[0], suite.widest)
+        report.draw_readme_picture(args.out, suite.families[0].kind, suite.families[0].base)
         report.write(args.out, page, suite.scale)
         print("\n".join(found.said))
     print(results.origin())
@@ -435,7 +435,7 @@ ARGUMENTS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    from paper import claims, transfer  # noqa: F401 (adds its experiment)
+    from paper import ablations, claims, transfer  # noqa: F401 (add experiments)
 
     parser = argparse.ArgumentParser(
         description="Test learned optimizers against tuned baselines.",

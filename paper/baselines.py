@@ -14,8 +14,11 @@ import dataclasses
 import itertools
 import json
 import math
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -25,8 +28,11 @@ import tasks
 import training
 from checkpoints import write_atomically
 
+if TYPE_CHECKING:
+    import evaluate
+
 TUNED = Path(__file__).parents[1] / "results" / "tuned"
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = {"constant": 0.0, "cosine": 1.0, "cosine2": 2.0}  # by the peak of the cosine
 BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam with the rules of μP
 OTHERS = {"adamw_default": "AdamW, default", "adamw_oracle": "AdamW, every width", "muon": "Muon"}
 GRIDS = {  # the paper's tables: 504 and 512 configurations
@@ -56,16 +62,19 @@ PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
     ("muadam", "in64_mlp"): (0.028289, 0.85, 0.99, 0.0),
     ("muadam", "c10_mlp"): (0.1473, 0.9, 0.95, 0.0),
 }
+FINALISTS = 3  # rates that `Tuning` tries with all its seeds
 CHUNK = 64  # nets that are tuned side by side
 
 
 def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
-    """The factor on the learning rate at step t; "cosine" decays from 1 to 0.1 over the run."""
+    """The factor on the learning rate at step t: a cosine decays to a tenth of its peak.
+
+    "cosine2", from 2 to 0.2, is for μLO_M and μLO_X, which have no rate to tune.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
-    if name == "constant":
-        return None
-    return lambda t: float(training.cosine(t / steps))
+    peak = SCHEDULES[name]
+    return (lambda t: peak * float(training.cosine(t / steps))) if peak else None
 
 
 def adam(values: list[dict], which: str = "adamw") -> Callable[[tasks.Task], training.Adam]:
@@ -164,7 +173,7 @@ class Tuning:
     steps: int
     schedule: str = "constant"
     every_width: bool = False  # the values hold for this width alone
-    seeds: tuple[int, ...] = (5001,)
+    seeds: tuple[int, ...] = (5001, 5002, 5003)
 
     def __str__(self) -> str:
         return f"tuning {self.which} on {self.task}"
@@ -184,17 +193,25 @@ class Tuning:
 
     def cost(self) -> int:
         task = tasks.get(self.task)
-        nets = len(self.seeds) * len(self.rates())
+        nets = len(self.rates()) + FINALISTS * len(self.seeds)
         return self.steps * nets * (task.depth * task.width**2 + 20_000)
 
     def run(self, device: str = "cpu", backend: str = "auto") -> dict:
         task = tasks.get(self.task)
         configs = [{**USUAL, "lr": lr} for lr in self.rates()]
-        rest = self.steps, list(self.seeds), self.schedule, configs, device
-        found = tune(self.which, task, *rest)
+        for seeds in (self.seeds[:1], self.seeds):  # all rates by one seed, the best by all
+            found = tune(self.which, task, self.steps, list(seeds), self.schedule, configs, device)
+            configs = [{k: c[k] for k in FIELDS} for c in found[:FINALISTS]]
         about = {"width": task.width, "depth": task.depth, "seeds": len(self.seeds)}
-        return found[0] | about | {"configurations": len(configs)}
+        return found[0] | about | {"configurations": len(self.rates())}
 
     def keep(self, entry: dict, command: str) -> None:
         which, kind, steps, schedule, width = self.key()
         remember(which, kind, steps, schedule, entry | {"command": command}, width)
+
+
+def tune_missing(tunings: list[Tuning], results: evaluate.Results) -> None:
+    """Tune the baselines that have no values yet; each is kept as it is found."""
+    missing = [tuning for tuning in tunings if not tuning.known()]
+    for tuning, entry in results.execute(missing, "tuning"):
+        tuning.keep(entry, shlex.join(["python", *sys.argv]))

@@ -47,8 +47,14 @@ def label(name: str) -> str:
 
 
 def figure(panels: int) -> tuple[Figure, list]:
-    fig = Figure(figsize=(4.4 * panels, 3.6), layout="constrained")
-    return fig, list(fig.subplots(1, panels, squeeze=False)[0])
+    """A figure and its axes, at most four in a row."""
+    columns = min(panels, 4)
+    rows = math.ceil(panels / columns)
+    fig = Figure(figsize=(4.4 * columns, 3.6 * rows), layout="constrained")
+    axes = list(fig.subplots(rows, columns, squeeze=False).flat)
+    for ax in axes[panels:]:
+        ax.remove()
+    return fig, axes[:panels]
 
 
 def save(fig: Figure, path: Path) -> None:

@@ -2,7 +2,8 @@
 
     found = transfer(Suite(), Results(Path("results")))       # `python evaluate.py transfer`
 
-Beyond the paper. Learned optimizers run untuned, at a constant rate and under a cosine schedule.
+Beyond the paper. Learned optimizers run untuned, at a constant rate and under a cosine from 2 to
+0.2, a peak found on the validation tasks of paper/choose.py.
 AdamW and μAdam have their rate tuned at each task's smallest width; `adamw_oracle` under the cosine
 has it tuned at every width, and `adamw_default` is torch's AdamW as it comes. What is not yet tuned
 is tuned first, over `baselines.RATES`. CIFAR-10 and a text are read from $MULO_DATA.
@@ -11,8 +12,6 @@ is tuned first, over `baselines.RATES`. CIFAR-10 and a text are read from $MULO_
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from itertools import product
 from statistics import fmean
 
@@ -20,39 +19,36 @@ import torch
 from torch import Tensor
 
 import training
-from evaluate import Job, Results, contender
-from paper.baselines import Tuning
+from evaluate import Results, contender
+from paper.baselines import Tuning, tune_missing
 from paper.claims import EXPERIMENTS, Suite, cells, guess, ranked
 from paper.report import Finding, colour, label
 
 HELD_OUT = ("c10", "text")  # data sets that mulo_x was not meta-trained on
 ENTRANTS = [  # optimizer, schedule
-    *(("mulo_m", s) for s in ("constant", "cosine")),
-    *(("mulo_x", s) for s in ("constant", "cosine")),
+    *(("mulo_m", s) for s in ("constant", "cosine2")),
+    *(("mulo_x", s) for s in ("constant", "cosine2")),
     *((name, "constant") for name in ("adamw", "muadam", "adamw_default")),
     ("adamw_oracle", "cosine"),
 ]
 ASIDE = ("muon", "constant")  # on MLPs of width 64 only, so it has no rank
-SEEDS, FEWER = 3, 1  # the second on the widest MLPs
 
 
-def tune_missing(suite: Suite, results: Results) -> None:
-    """Tune the baselines that have no values yet; each is kept as it is found."""
-    missing = []
+def tunings(suite: Suite) -> list[Tuning]:
+    """What the baselines need: rates at each task's smallest width, and at every width."""
+    found = []
     for name, widths in suite.transfer.items():
         small = name.format(widths[0])
-        some = [Tuning(which, small, suite.steps) for which in ("adamw", "muadam")]
-        some += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
+        found += [Tuning(which, small, suite.steps) for which in ("adamw", "muadam")]
+        found += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
         if "mlp" in name:
-            some.append(Tuning("muon", small, suite.steps))
-        missing += [tuning for tuning in some if not tuning.known()]
-    for tuning, entry in results.execute(missing, "tuning"):
-        tuning.keep(entry, shlex.join(["python", *sys.argv]))
+            found.append(Tuning("muon", small, suite.steps))
+    return found
 
 
 def transfer(suite: Suite, results: Results) -> Finding:
     """Untuned on other data sets, input sizes and models, against AdamW of several kinds."""
-    tune_missing(suite, results)
+    tune_missing(tunings(suite), results)
     given = suite.contenders()
     who = {name: given.get(name) or contender(name) for name, _ in [*ENTRANTS, ASIDE]}
     jobs = {}
@@ -60,11 +56,8 @@ def transfer(suite: Suite, results: Results) -> Finding:
         for w, (optimizer, schedule) in product(widths, [*ENTRANTS, ASIDE]):
             if optimizer == "muon" and (w > 64 or "mlp" not in name):
                 continue
-            seeds = tuple(range(min(suite.seeds, FEWER if w >= 1024 else SEEDS)))
-            task = name.format(w)
-            jobs[name, w, optimizer, schedule] = Job(
-                who[optimizer], task, suite.steps, schedule, seeds
-            )
+            task, seeds = name.format(w), suite.transfer_seeds[w >= 1024]
+            jobs[name, w, optimizer, schedule] = suite.job(who[optimizer], task, 1, schedule, seeds)
     results.run(jobs.values(), "transfer")
     final = {}
     for (name, w, *entrant), job in jobs.items():
@@ -105,7 +98,7 @@ def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
     ):
         parts = (f"{entrant(e)} {rank:.2f}" for e, rank in ranks.items())
         found.said.append(f"Average rank, {what}: {', '.join(parts)}.")
-    m, m_cosine = ("mulo_m", "constant"), ("mulo_m", "cosine")
+    m, m_cosine = ("mulo_m", "constant"), ("mulo_m", "cosine2")
     oracle, default = ("adamw_oracle", "cosine"), ("adamw_default", "constant")
     worse = [
         name.format(w)
@@ -123,7 +116,7 @@ def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
         "μLO_M with a cosine is ahead of AdamW with a cosine retuned at every width, on "
         "average": ahead(final, m_cosine, oracle) < 0,
     }
-    for how, x in (("at a constant rate", "constant"), ("with a cosine", "cosine")):
+    for how, x in (("at a constant rate", "constant"), ("with a cosine", "cosine2")):
         claim = f"μLO_X {how} has a better average rank, on data it has not seen, than all that are"
         others = [rank for (name, _), rank in held_out.items() if name not in ("mulo_x", "mulo_m")]
         found.checks[f"{claim} tuned"] = held_out["mulo_x", x] < min(others)
@@ -132,7 +125,7 @@ def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
     ):
         names = list(ranks)[::-1]
         colours = [colour(name) for name, _ in names]
-        hatches = ["//" if schedule == "cosine" else "" for _, schedule in names]
+        hatches = ["" if schedule == "constant" else "//" for _, schedule in names]
         ax.barh(
             [entrant(e) for e in names], [ranks[e] for e in names], color=colours, hatch=hatches
         )
@@ -141,7 +134,7 @@ def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
 
 def entrant(e: tuple[str, str]) -> str:
     name, schedule = e
-    return label(name) + (", cosine" if schedule == "cosine" else "")
+    return label(name) + ("" if schedule == "constant" else ", cosine")
 
 
 EXPERIMENTS["transfer"] = transfer

@@ -9,13 +9,16 @@ import torch
 import metatrain
 import training
 from evaluate import Results, contender
-from paper import baselines, claims, report, transfer  # noqa: F401 (adds its experiment)
+from paper import ablations, baselines, claims, report, transfer  # noqa: F401 (add experiments)
 
 TINY = (("steps", 2), ("pairs", 1), ("unroll", 10), ("shortest", 10), ("truncation", 5))
+SMALL = {"columns": (8, 8, 16), "base": 8, "longest": 3}
+MLPS = claims.Family("fashion8_mlp", (8, 16), depths=(3, 4), horizons=(2, 3), seeds=2, **SMALL)
+VITS = claims.Family("fashion_vit", (8, 16), depths=(1, 2), seeds=2, few=1, suffix="_b2", **SMALL)
 SUITE = claims.Suite(
-    who=("mulo_m", "lo_m", "adamw", "muadam"), kinds=("fashion8_mlp",), widths=(8, 16),
-    columns=(8,), depths=(3, 4), steps=10, horizons=(2, 3), seeds=2, ablate_widths=(8, 16),
-    ablate_seeds=1, ablate_recipe=TINY, transfer={"fashion8_mlp_w{}_d3": (8, 16)},
+    who=("mulo_m", "lo_m", "adamw", "muadam"), families=(MLPS, VITS), steps=10,
+    ablate_widths=(8, 16), ablate_seeds=1, ablate_recipe=TINY, transfer_seeds=(2, 1),
+    transfer={"fashion8_mlp_w{}_d3": (8, 16)},
 )  # fmt: skip
 
 
@@ -26,8 +29,10 @@ def tuned(tmp_path_factory):
         known = {which: baselines.best(which, "fashion8_mlp", 500) for which in baselines.BASELINES}
         patch.setattr(baselines, "TUNED", tmp_path_factory.mktemp("tuned"))
         for which, values in known.items():
-            baselines.remember(which, "fashion8_mlp", 500, "constant", values)
-            for times in SUITE.horizons:
+            for family in SUITE.families:
+                baselines.remember(which, family.kind, 500, "constant", values)
+                baselines.remember(which, family.kind, SUITE.steps, "constant", values)
+            for times in MLPS.horizons:
                 baselines.remember(which, "fashion8_mlp", times * SUITE.steps, "cosine", values)
         yield
 
@@ -63,32 +68,33 @@ def test_any_optimizers_may_be_left_out(tmp_path):
 
 
 def test_rank_counts_divergence_as_guessing(tmp_path):
-    results = Results(tmp_path)
+    results, alone = Results(tmp_path), dataclasses.replace(SUITE, families=(MLPS,))
     losses = {"mulo_m": 0.5, "adamw": math.nan, "muadam": 2.0, "lo_m": 7.0}  # 7: worse than that
     for who, loss in losses.items():
         for times in (1, 5):
-            for key in SUITE.job(contender(who), "fashion8_mlp_w8_d3", times).keys():
-                results.curves[key] = " ".join([str(loss)] * 50)
-    found = claims.rank(SUITE, results)
+            for width in (8, 16):
+                job = alone.job(contender(who), MLPS.task(width), times)
+                results.curves |= {key: " ".join([str(loss)] * 50) for key in job.keys()}
+    found = claims.rank(alone, results)
     order = "best first: μLO_M 1.00, μAdam 2.00, LO_M 3.50, AdamW 3.50."
     assert found.said[0] == f"Average rank after 1 horizon(s), {order}"
-    assert ["all", "adamw", "3.50", "3.50", "3.50"] in found.rows
-    where = "at width 8, after 1 horizon(s)"
-    assert found.checks[f"μLO_M and μVeLO_M have the two best average ranks {where}"]
-    assert not found.checks[f"LO_M and VeLO_M have the two worst {where}"]
+    assert ["all", "adamw", *["3.50"] * 9] in found.rows
+    where = "XL, after 1 horizon(s)"
+    assert found.checks[f"μLO_M and μVeLO_M have the two best average ranks, {where}"]
+    assert not found.checks[f"LO_M and VeLO_M have the two worst, {where}"]
 
 
 def test_width_checks():
-    suite = dataclasses.replace(SUITE, widths=(64, 256, 1024), widest=64)
+    family = claims.Family("teacher_mlp", (64, 256, 1024))
     flat, fall = [[0.5, 0.51]] * 3, [[0.6, 0.61], [0.5, 0.51], [0.4, 0.41]]
     gone = [[0.6, 0.61], [0.5, 0.51], [math.nan, 0.4]]
 
     def checks(mu, sp):
         losses = {
-            name: dict(zip(suite.widths, map(torch.tensor, some), strict=True))
+            name: dict(zip(family.widths, map(torch.tensor, some), strict=True))
             for name, some in (("mulo_m", mu), ("lo_m", sp))
         }
-        return list(claims.width_checks("teacher_mlp", suite, losses).values())
+        return list(claims.width_checks(family, losses).values())
 
     assert checks(fall, gone) == [True, True, True, True]
     assert checks(fall, flat) == [True, True, True, True]

@@ -316,9 +316,8 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(baselines, "TUNED", tmp_path / "results" / "tuned")
     for which in baselines.BASELINES:
         baselines.remember(which, "fashion8_mlp", 500, "constant", VALUES)
-    tiny = claims.Suite(
-        ("mulo_m",), ("fashion8_mlp",), widths=(8,), depths=(3, 4), steps=10, seeds=2
-    )
+    nets = claims.Family("fashion8_mlp", (8,), base=8, depths=(3, 4), seeds=2)
+    tiny = claims.Suite(("mulo_m",), (nets,), steps=10)
     monkeypatch.setattr(claims, "SUITES", {"desk": tiny})
 
     def run(line: str) -> str:
