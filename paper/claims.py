@@ -361,8 +361,8 @@ def horizon(suite: Suite, results: Results) -> Finding:
     for f, schedule, times in runs:
         seeds = f.few if f.suffix else f.seeds
         for name, c in who.items():
-            own = "cosine2" if (name, schedule) == ("mulo_m", "cosine") else schedule
-            job = suite.job(c, f.task(f.base), times, own, seeds)
+            form = "cosine2" if (name, schedule) == ("mulo_m", "cosine") else schedule
+            job = suite.job(c, f.task(f.base), times, form, seeds)
             jobs.setdefault((f, schedule, times), {})[name] = job
     results.run(chain(*(some.values() for some in jobs.values())), "horizon")
     for run, some in jobs.items():

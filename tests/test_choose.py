@@ -63,17 +63,16 @@ def test_the_record_follows_from_the_shipped_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", metatrain.RECIPES)
 def test_shipped(name):
-    """Each is of the recipe that it claims, and the best of several seeds; mulo_x had one."""
+    """Each is of the recipe that it claims, and the best of several seeds."""
     lo, about = mulo.load(name), checkpoints.about(checkpoints.SHIPPED / f"{name}.pt")
     r, desk = about["recipe"], metatrain.recipe(name)
-    anew = name in ("mulo_m", "muvelo_m", "mulo_x")  # the others are of an earlier recipe
     assert r["name"] == name
     fields = ["mup", "lam1", "net", "sigma", "unroll", "truncation", "pairs", "kind"]
-    fields += ["batch_size", "steps", "lr", "input_base", "by_channels", "late"] if anew else []
+    fields += ["batch_size", "steps", "lr", "input_base", "by_channels", "late"]
     for field in fields:
         assert r[field] == getattr(desk, field), field
     assert tuple(r["widths"]) == desk.widths
     assert lo.config.t_max == (r["unroll"] if r["net"] == "small_fc" else None)
     tried = json.loads(about["chosen_among"])
-    assert len({x["seed"] for x in tried}) >= (1 if name == "mulo_x" else 2)
+    assert len({x["seed"] for x in tried}) >= 2
     assert min(tried, key=lambda x: x["validation"])["seed"] == r["seed"]
