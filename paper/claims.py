@@ -39,6 +39,7 @@ TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "text_lm_w{}_d2_b8": (64,),
 }  # fmt: skip
 
+RESNETS = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 256, 384))
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
 
 
@@ -56,6 +57,7 @@ class Suite:
     horizons: tuple[int, ...] = (5, 10, 25)
     transfer: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: TRANSFER)
     images: dict[int, str] = dataclasses.field(default_factory=lambda: IMAGES)
+    resnets: tuple[str, ...] = RESNETS
     seeds: int = 5
     scale: str = "desk"
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
@@ -84,6 +86,7 @@ SUITES = {
         kinds=("in32_mlp", "in64_mlp", "c10_mlp"), widest=1024,
         widths=(128, 256, 512, 1024, 2048, 4096, 8192), columns=(2048, 4096, 8192),
         steps=1000, scale="paper", images={},
+        resnets=tuple(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048)),
     ),
 }  # fmt: skip
 
