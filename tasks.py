@@ -168,7 +168,9 @@ class Task:
 
     def _check_split(self, split: str) -> None:
         if self.own and split != "all":
-            raise ValueError(f"{self.kind} is registered, so it has no test data: do without.")
+            raise ValueError(
+                f"{self.kind} is registered, so it has no test data: leave out --test."
+            )
 
     def data(self, data_dir: str | None = None, device: str = "cpu", **options):
         """The data set. datasets.load documents where it is looked for, and the options."""
