@@ -11,9 +11,10 @@
     losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
 
 A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
-training loss averaged over 50 equal windows, nan after divergence. Nets that are there are not
-trained again, unless with --fresh. The claims are in `paper/`, which builds on this file; only the
-commands, at the end, import it.
+training loss averaged over 50 equal windows, nan after divergence. With --test, nets train without
+the test data, and their test losses follow after a bar. Nets that are there are not trained again,
+unless with --fresh. The claims are in `paper/`, which builds on this file; only the commands, at
+the end, import it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import roles
 import tasks
 import training
 from checkpoints import write_atomically
+from optimizees import datasets
 from paper import baselines
 from paper.baselines import BASELINES, OTHERS, SCHEDULES, adam, schedule_of, tuned
 
@@ -56,6 +58,7 @@ except ImportError:  # Windows: no lock, so run one evaluation at a time
     fcntl = None
 
 POINTS = 50  # windows in which the losses of a run are averaged
+TEST_SIZE, TEST_TIMES = 2000, 10  # examples that the test loss is a mean over; times in a run
 DATA_SEED = 10_000  # batches have seeds of their own: nets of all widths see the same ones
 Activations = dict[str, list[tuple[float, float]]]  # layer: (change, size) at each probed step
 
@@ -100,7 +103,8 @@ def contender(name: str) -> Contender:
 class Job:
     """Nets to train side by side: one optimizer, one task, some seeds.
 
-    With `probe_at`, the result is the activations at these steps in place of the losses.
+    With `test`, they train without the test data, and their test losses are kept too. With
+    `probe_at`, the result is the activations at these steps in place of the losses.
     """
 
     who: Contender
@@ -109,6 +113,7 @@ class Job:
     schedule: str = "constant"
     seeds: tuple[int, ...] = (0,)
     probe_at: tuple[int, ...] = ()
+    test: bool = False
     values: dict | None = dataclasses.field(default=None, compare=False)  # a baseline's
 
     def __post_init__(self):
@@ -121,17 +126,18 @@ class Job:
             object.__setattr__(self, "values", values)
 
     def get_task(self) -> tasks.Task:
-        return tasks.get(self.task, rules=self.who.rules)
+        return tasks.get(self.task, rules=self.who.rules, split="train" if self.test else "all")
 
     def keys(self) -> list[tuple[str, ...]]:
         """Keys of the results: one for each seed, or one in all for activations.
 
-        A digest of the weights or tuned values, rules, batch size and the file of a registered
-        task tells namesakes apart.
+        A digest of the weights or tuned values, rules, batch size, what was held out and the file
+        of a registered task tells namesakes apart.
         """
         what = list(self.values.values()) if self.values else checkpoints.digest(self.who.lo)
         task = self.get_task()
         what = f"{what} {self.who.rules} {task.batch_size}" + (task.own.digest if task.own else "")
+        what += " test" * self.test
         digest = hashlib.sha256(what.encode()).hexdigest()[:8]
         head = (self.who.name, digest, self.task, str(self.steps), self.schedule)
         if self.probe_at:
@@ -149,11 +155,15 @@ class Job:
     def run(self, device: str = "cpu", backend: str = "auto") -> list:
         """Train, and return the result for each of `keys`."""
         task = self.get_task()
-        look, found = probe(task, self.probe_at, device) if self.probe_at else (None, None)
+        look, found = None, None
+        if self.probe_at:
+            look, found = probe(task, self.probe_at, device)
+        elif self.test:
+            look, found = watch_test_loss(task, self.steps, device)
         losses = training.train(
             task,
             self.who.lo or adam([self.values] * len(self.seeds), self.who.name),
-            max(self.probe_at) + 1 if look else self.steps,
+            max(self.probe_at) + 1 if self.probe_at else self.steps,
             list(self.seeds),
             schedule=schedule_of(self.schedule, self.steps),
             device=device,
@@ -162,12 +172,15 @@ class Job:
             num_steps=self.steps,
             data_seeds=[DATA_SEED + seed for seed in self.seeds],
         )
-        if look:
+        if self.probe_at:
             return [found]
         windows = losses.tensor_split(min(POINTS, len(losses)))
-        curves = torch.stack([window.mean(0) for window in windows], 1)  # (seeds, POINTS)
+        parts = [torch.stack([window.mean(0) for window in windows], 1)]  # (seeds, POINTS)
+        if self.test:
+            parts.append(torch.stack(found, 1))  # (seeds, TEST_TIMES + 1)
         digits = ".6g" if task.own else ".4f"  # losses of a registered task have any size
-        return [" ".join(f"{x:{digits}}" for x in curve) for curve in curves.tolist()]
+        texts = [[" ".join(f"{x:{digits}}" for x in y) for y in part.tolist()] for part in parts]
+        return [" | ".join(both) for both in zip(*texts, strict=True)]
 
 
 def probe(task: tasks.Task, steps: tuple[int, ...], device: str) -> tuple[Callable, Activations]:
@@ -184,6 +197,21 @@ def probe(task: tasks.Task, steps: tuple[int, ...], device: str) -> tuple[Callab
             if t:
                 pair = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
                 found.setdefault(name, []).append(pair)
+
+    return look, found
+
+
+def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
+    """A callback for `training.train`, and what it finds: the mean loss of each net on TEST_SIZE
+    examples of the test data, (P,), at TEST_TIMES evenly spaced steps and at the end."""
+    sample = datasets.fixed_sample(task.data(device=device, split="test"), TEST_SIZE)
+    chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
+    at, found = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
+
+    def look(t: int, theta: training.Theta) -> None:
+        if t in at:
+            sums = [task.losses(theta, x, shared=True) * len(x[0]) for x in chunks]
+            found.append(torch.stack(sums).sum(0).cpu() / n)
 
     return look, found
 
@@ -261,8 +289,16 @@ class Results:
 
     def losses(self, job: Job) -> Tensor:
         """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing."""
+        return self._curves(job, 0)
+
+    def test_losses(self, job: Job) -> Tensor:
+        """Test losses, (TEST_TIMES + 1, seeds), the last at the end; for jobs with `test`."""
+        return self._curves(job, 1)
+
+    def _curves(self, job: Job, part: int) -> Tensor:
         self.run([job])
-        return torch.tensor([[float(x) for x in self.curves[key].split()] for key in job.keys()]).T
+        texts = [self.curves[key].split(" | ")[part] for key in job.keys()]
+        return torch.tensor([[float(x) for x in text.split()] for text in texts]).T
 
     def activations(self, job: Job) -> Activations:
         """Change and size of each layer's pre-activations at the probed steps."""
@@ -352,18 +388,23 @@ def _tune(args: argparse.Namespace) -> None:
 
 
 def _task(args: argparse.Namespace) -> None:
-    """Print final losses: a row for each task, a column for each optimizer."""
+    """Print final losses: a row for each task, or two with --test; a column for each optimizer."""
     if not args.who:
         raise ValueError("say which optimizers to compare: --who mulo_m adamw")
     results = Results(args.out, args.device, args.processes, args.fresh, args.backend)
     who, seeds = [contender(x) for x in args.who], tuple(range(args.seeds))
-    jobs = [[Job(c, name, args.steps, args.schedule, seeds) for c in who] for name in args.tasks]
+    how = args.steps, args.schedule, seeds, (), args.test
+    jobs = [[Job(c, name, *how) for c in who] for name in args.tasks]
     results.run(itertools.chain(*jobs))
     print(f"{'':26}" + "".join(f"{c.name:>24}" for c in who))
     for row in jobs:
-        found = [mean_stderr(training.final_loss(results.losses(job))) for job in row]
-        cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in found]
-        print(f"{row[0].task:26}" + "".join(f"{cell:>24}" for cell in cells))
+        lines = {row[0].task: [training.final_loss(results.losses(job)) for job in row]}
+        if args.test:
+            lines["  test loss"] = [results.test_losses(job)[-1] for job in row]
+        for head, losses in lines.items():
+            found = map(mean_stderr, losses)
+            cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in found]
+            print(f"{head:26}" + "".join(f"{cell:>24}" for cell in cells))
     print(results.origin())
 
 
@@ -384,7 +425,7 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _claims(args: argparse.Namespace) -> None:
     """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from paper import ablations, claims, report, transfer  # noqa: F401 (add experiments)
+    from paper import ablations, claims, report, resnet, transfer  # noqa: F401 (add experiments)
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
@@ -423,6 +464,7 @@ ARGUMENTS = {
     "--steps": dict(type=int, help="default: 500; to tune, the meta-trained horizon"),
     "--seeds": dict(type=int, help="nets of each (default: %(default)s)"),
     "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
+    "--test": dict(action="store_true", help="train without the test data; also the test loss"),
     "--rates-only": dict(action="store_true", help="only the rates; the rest as tuned before"),
     "--every-width": dict(action="store_true", help="for adamw_oracle: keep for this width alone"),
     "--who": dict(nargs="+", help="adamw, muadam, adamw_default, shipped names, ..."),
@@ -435,7 +477,7 @@ ARGUMENTS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    from paper import ablations, claims, transfer  # noqa: F401 (add experiments)
+    from paper import ablations, claims, resnet, transfer  # noqa: F401 (add experiments)
 
     parser = argparse.ArgumentParser(
         description="Test learned optimizers against tuned baselines.",
@@ -451,7 +493,8 @@ def _parser() -> argparse.ArgumentParser:
 
     tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --every-width "
     tune += "--device"
-    task = "tasks --steps --seeds --schedule --who --out --fresh --processes --device --backend"
+    task = "tasks --steps --seeds --schedule --test --who --out --fresh --processes --device "
+    task += "--backend"
     claim = "--scale --who --out --fresh --processes --device --backend"
     add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
     add("validate", _validate, "final losses on the validation tasks", "files --device")

@@ -91,12 +91,14 @@ class Task:
     rules: tuple[str, ...] = ALL  # μP; () is SP
     loss_bound: float | None = None  # where PES clips a loss; by default 1.5 log(classes)
     own: Own | None = None  # of a registered kind
+    split: str = "all"  # what to train on; "train" leaves out the test data
 
     def __post_init__(self):
         if self.loss_bound is None:
             if not self.classes:
                 raise ValueError(f"{self.kind} has no classes: give tasks.register a loss_bound.")
             object.__setattr__(self, "loss_bound", 1.5 * math.log(self.classes))
+        self._check_split(self.split)
         object.__setattr__(self, "rules", tuple(self.rules))  # a list could not be hashed
         resnet, min_depth = self.family == "resnet", 2 if self.family == "mlp" else 1
         if self.depth < min_depth or (resnet and self.depth != 18):
@@ -164,8 +166,15 @@ class Task:
         model.load_state_dict({name: p[0] for name, p in params.items()})
         return model
 
+    def _check_split(self, split: str) -> None:
+        if self.own and split != "all":
+            raise ValueError(
+                f"{self.kind} is registered, so it has no test data: leave out --test."
+            )
+
     def data(self, data_dir: str | None = None, device: str = "cpu", **options):
         """The data set. datasets.load documents where it is looked for, and the options."""
+        self._check_split(options.setdefault("split", self.split))
         if self.own:
             return _own_data(self.own, str(device))
         if self.family == "lm":

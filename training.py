@@ -264,7 +264,7 @@ def train(
 
     Nets are ordered seeds within copies. Those of a seed share initial weights and batches; with
     `data_seeds` so do nets of other widths share batches. An `optimizer` for Adam is called with
-    the task. `look(t, theta)` may watch.
+    the task. `look(t, theta)` may watch, before each step and after the last.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     inits = [task.init(1, g) for g in generators]
@@ -299,6 +299,8 @@ def train(
         else:
             now = torch.full((P,), float(t), device=device)
             opt.step(weights, state, theta, grads, losses, now, lr)
+    if look:
+        look(steps, theta)
     return torch.stack(history).cpu()
 
 

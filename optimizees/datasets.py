@@ -99,7 +99,10 @@ class Images:
 
     def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
         """x (size, C, H, W) float32 and y (size,), or (particles, size, ...) each."""
-        i = _draw(len(self), generator, size, particles)
+        return self.take(_draw(len(self), generator, size, particles))
+
+    def take(self, i: Tensor) -> Batch:
+        """The batch of these indices."""
         rows = send(i.flatten(), self.x.device)
         x = send(self.x.view(len(self), -1).index_select(0, rows), self.device)  # (n, C H W) uint8
         x = self._buffer(x.shape).copy_(x) if self.device.type == "cpu" else x.float()
@@ -162,7 +165,10 @@ class Tokens:
 
     def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
         """tokens, targets and mask, (size, seq_len) or (particles, size, seq_len) each."""
-        i = _draw(len(self), generator, size, particles)
+        return self.take(_draw(len(self), generator, size, particles))
+
+    def take(self, i: Tensor) -> Batch:
+        """The batch of these indices."""
         rows = send(self._rows[send(i, self.data.device)], self.device).long()  # (..., seq_len + 1)
         tokens, targets = rows[..., :-1], rows[..., 1:]
         return tokens.clamp_min(0), targets.clamp_min(0), targets >= 0
@@ -219,12 +225,20 @@ class Teacher:
         return -(log_p.exp() * log_p).sum(-1).mean().item()
 
 
+def fixed_sample(data: Images | Tokens | Teacher, size: int) -> Batch:
+    """The same `size` examples at every call, none twice; all of them if there are no more."""
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(data, Teacher):
+        return data.batch(generator, size)
+    return data.take(torch.randperm(len(data), generator=generator)[:size])
+
+
 def load(
     name: str = "fashion10k",
     data_dir: str | os.PathLike | None = None,
     device: torch.device | str = "cpu",
     size: int | None = None,
-    split: str = "train",
+    split: str = "all",
     seq_len: int = 64,
     tokenizer: Callable[[str], Sequence[int]] | None = None,
     partial: bool = False,
@@ -240,6 +254,11 @@ def load(
     imagenet32, imagenet64 (converted to .npy at first use), lm1b. text:<path> is any UTF-8 file, as
     bytes; a relative path may also be relative to data_dir.
 
+    split="all" is everything there is to train on; "train" and "test" are disjoint. Sets that have
+    test files (imagenet's val and lm1b's heldout, by either name) have "train" equal to "all". Of
+    fashion10k and pixels, "train" is the first 8,000 images and "test" the last 2,000; of a text,
+    "test" is the last tenth. teacher never repeats an example, so its splits are alike.
+
     `size` pools images. `seq_len` and `tokenizer` (to replace lm1b's sentencepiece .model) are for
     text. partial=True accepts missing files of cifar10 and lm1b as long as there is one;
     check=False accepts files that differ from the published ones but have their layout.
@@ -253,8 +272,9 @@ def load(
         raise ValueError(
             f"unknown data set {name!r}: {hint}There are {', '.join(files.SETS)}:<path>."
         )
-    if split not in files.SETS[kind][0]:
-        raise ValueError(f"{name} has no split {split!r}: use {' or '.join(files.SETS[kind][0])}.")
+    test = files.SETS[kind][0]
+    if split not in ("all", "train", "test", test):
+        raise ValueError(f"{name} has no split {split!r}: use all, train or test.")
     if size is not None and kind in ("teacher", "lm1b", "text", "pixels"):
         raise ValueError(f"size={size} is for images, but {name} has none: leave it out.")
     root = files.data_dir_or_default(data_dir)
@@ -262,7 +282,9 @@ def load(
         return Teacher(**teacher, device=device)
     if kind == "text":
         found = Path(path) if Path(path).is_file() else root / path
-        return Tokens(files.read_text(found), 256, seq_len, device)
+        return Tokens(_part(files.read_text(found), split, 0.1), 256, seq_len, device)
+    if kind not in ("fashion10k", "pixels"):  # it has test files
+        split = "train" if split in ("all", "train") else test
     if kind == "lm1b":
         rows, classes = files.read_lm1b(root / kind, split, seq_len, tokenizer, partial, check)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
@@ -272,11 +294,18 @@ def load(
     return dataclasses.replace(images if size is None else images.pool(size), device=device)
 
 
+def _part(x: Tensor | np.ndarray, split: str, share: float) -> Tensor | np.ndarray:
+    """x; without its last `share` for "train", and that alone for "test"."""
+    n = len(x) - round(share * len(x))
+    return {"all": x, "train": x[:n], "test": x[n:]}[split]
+
+
 def _images(kind: str, root: Path, split: str, partial: bool, check: bool) -> Images:
     """Image data sets at full size, on the CPU."""
     classes, statistics = 10, FASHION
     if kind == "fashion10k":
-        x, y = files.read_fashion(kind, EMBEDDED, "t10k", check=True)
+        arrays = files.read_fashion(kind, EMBEDDED, "t10k", check=True)
+        x, y = (_part(array, split, 0.2) for array in arrays)
     elif kind == "fashion":
         prefix = "train" if split == "train" else "t10k"
         x, y = files.read_fashion(kind, root / "fashion-mnist", prefix, check)

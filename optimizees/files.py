@@ -63,17 +63,17 @@ GET_CIFAR10 = "`python tasks.py download cifar10` gets "
 GET_CIFAR10 += f"{TORONTO}/cifar-10-binary.tar.gz (or pass partial=True)"
 GET_IMAGENET = "unpack the downsampled npz files of https://image-net.org/download-images there"
 GET_LM1B = f"unpack https://www.statmt.org/lm-benchmark/{LM1B}.tar.gz (or pass partial=True)"
-SETS = {  # name: (its splits, how to get its files)
-    "fashion10k": (["train"], "they are in the repository, run from a checkout of it"),
-    "pixels": (["train"], "it is made from fashion10k"),
-    "fashion": (["train", "test"], f"`python tasks.py download fashion` gets them from {ZALANDO}"),
-    "cifar10": (["train", "test"], GET_CIFAR10),
-    "cifar10k": (["train", "test"], GET_CIFAR10),
-    "imagenet32": (["train", "val"], GET_IMAGENET),
-    "imagenet64": (["train", "val"], GET_IMAGENET),
-    "lm1b": (["train", "heldout"], GET_LM1B),
-    "teacher": (["train"], "it is procedural"),
-    "text": (["train"], "it is any text file of yours"),
+SETS = {  # name: (what it calls its test split, how to get its files)
+    "fashion10k": ("test", "they are in the repository, run from a checkout of it"),
+    "pixels": ("test", "it is made from fashion10k"),
+    "fashion": ("test", f"`python tasks.py download fashion` gets them from {ZALANDO}"),
+    "cifar10": ("test", GET_CIFAR10),
+    "cifar10k": ("test", GET_CIFAR10),
+    "imagenet32": ("val", GET_IMAGENET),
+    "imagenet64": ("val", GET_IMAGENET),
+    "lm1b": ("heldout", GET_LM1B),
+    "teacher": ("test", "it is procedural"),
+    "text": ("test", "it is any text file of yours"),
 }
 AGAIN = "download it again"
 Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,) int64

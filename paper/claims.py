@@ -37,6 +37,7 @@ TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "c10s_vit_w{}_d3_b16": (64, 128), "text_lm_w{}_d2_b8": (64, 128),
 }  # fmt: skip
 
+RESNETS = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 256, 384))
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
 
 
@@ -85,6 +86,8 @@ class Suite:
     transfer: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: TRANSFER)
     transfer_seeds: tuple[int, int] = (5, 3)  # the second from width 1024 on
     images: dict[int, str] = dataclasses.field(default_factory=lambda: IMAGES)
+    resnets: tuple[str, ...] = RESNETS
+    resnet_seeds: int = 3
     scale: str = "desk"
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
     ablate_seeds: int = 2  # of meta-training
@@ -127,6 +130,8 @@ SUITES = {
             Family("lm", **PAPER_TRANSFORMER),
         ),
         steps=1000, scale="paper", images={},
+        resnets=tuple(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048)),
+        resnet_seeds=5,
     ),
 }  # fmt: skip
 

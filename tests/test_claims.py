@@ -9,7 +9,7 @@ import torch
 import metatrain
 import training
 from evaluate import Results, contender
-from paper import ablations, baselines, claims, report, transfer  # noqa: F401 (add experiments)
+from paper import ablations, baselines, claims, report, resnet, transfer  # noqa: F401 (experiments)
 
 TINY = (("steps", 2), ("pairs", 1), ("unroll", 10), ("shortest", 10), ("truncation", 5))
 SMALL = {"columns": (8, 8, 16), "base": 8, "longest": 3}
@@ -19,6 +19,7 @@ SUITE = claims.Suite(
     who=("mulo_m", "lo_m", "adamw", "muadam"), families=(MLPS, VITS), steps=10,
     ablate_widths=(8, 16), ablate_seeds=1, ablate_recipe=TINY, transfer_seeds=(2, 1),
     transfer={"fashion8_mlp_w{}_d3": (8, 16)},
+    resnets=("fashion8_mlp_w8_d3", "fashion8_mlp_w16_d3"),
 )  # fmt: skip
 
 
@@ -102,6 +103,41 @@ def test_width_checks():
     assert checks(gone, fall) == [False, False, False, False]
     up = [[0.6, 0.61], [0.4, 0.41], [0.402, 0.412]]  # in both nets, by less than they differ
     assert checks(up, flat) == [True, False, True, True]
+
+
+def test_resnet_checks():
+    """Ahead at every width, falling, and test near train: each check can fail alone."""
+
+    def checks(**changes):
+        means = {"mulo_m": (0.6, 0.5), "lo_m": (0.8, 0.7)}
+        final = {
+            split: {
+                (name, w): torch.tensor([x, x + 0.01])
+                for name, some in (means | changes.get(split, {})).items()
+                for w, x in zip((32, 64), some, strict=True)
+            }
+            for split in ("train", "test")
+        }
+        found = report.Finding(1, ())
+        resnet.describe(found, final)
+        return [claim for claim, holds in found.checks.items() if not holds]
+
+    falls = "loss falls with width, within the standard error"
+    near = "at every width, the test loss is within 10% of the train loss"
+    assert checks() == []
+    assert checks(test={"mulo_m": (0.6, 0.54)}) == []
+    assert checks(test={"mulo_m": (0.6, 0.57)}) == [f"μLO_M: {near}"]
+    assert checks(test={"lo_m": (0.6, 0.7)}) == [
+        f"LO_M: {near}", f"LO_M: the test {falls}",
+        "μLO_M is ahead of LO_M at every width in test loss",
+    ]  # fmt: skip
+    gone = {"mulo_m": (0.6, math.nan)}
+    assert checks(train=gone, test=gone) == [
+        f"μLO_M: {near}", f"μLO_M: the train {falls}", f"μLO_M: the test {falls}",
+        *(f"μLO_M is ahead of LO_M at every width in {x} loss" for x in ("train", "test")),
+    ]  # fmt: skip
+    gone = {"lo_m": (0.8, math.nan)}
+    assert "μLO_M is ahead of LO_M at every width in test loss" not in checks(test=gone)
 
 
 def test_arithmetic():

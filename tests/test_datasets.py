@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from data_files import put, refused, seed
+from data_files import lm1b, put, refused, seed
 
 from optimizees import datasets
 
@@ -133,9 +133,50 @@ def test_embedded_fashion(monkeypatch, tmp_path):
     full = d.x.view(-1, 14, 2, 14, 2).float().mean((2, 4)).round()
     assert torch.equal(p.x[:, 0], full.byte())
     assert datasets.load(size=8).batch(seed(), 5)[0].shape == (5, 1, 8, 8)
-    with refused("fashion10k has no split 'test'", "use train"):
-        datasets.load(split="test")
     assert "Zalando" in (datasets.EMBEDDED / "LICENSE").read_text()
+
+
+# Splits
+
+
+def test_splits_are_disjoint(tmp_path):
+    """Of sets without test files: "train" and "test" make up "all", which is the default."""
+    put(tmp_path / "some.txt", bytes(range(125)) * 8)
+    for name, field, n in (
+        ("fashion10k", "x", 8000), ("fashion10k", "y", 8000), ("pixels", "data", 8000),
+        ("text:some.txt", "data", 900),
+    ):  # fmt: skip
+        default, *parts = (
+            getattr(datasets.load(name, tmp_path, **how), field)
+            for how in ({}, {"split": "all"}, {"split": "train"}, {"split": "test"})
+        )
+        assert torch.equal(default, parts[0])
+        assert torch.equal(default[:n], parts[1])
+        assert torch.equal(default[n:], parts[2])
+    classes = torch.bincount(datasets.load(split="test").y)
+    assert (classes.min(), classes.max()) == (173, 224)  # no class is missing
+    assert datasets.load("teacher", split="test").seed == datasets.load("teacher").seed
+
+
+def test_splits_of_sets_with_test_files(tmp_path):
+    lm1b(tmp_path, "some words\n")
+    lm1b(tmp_path, "held\n", "out\n", split="heldout")
+    how = {"tokenizer": str.encode, "seq_len": 4, "partial": True, "check": False}
+    sizes = [len(datasets.load("lm1b", tmp_path, split=split, **how))
+             for split in ("all", "train", "test", "heldout")]  # fmt: skip
+    assert sizes == [1, 1, 2, 2]
+
+
+def test_fixed_sample():
+    test = datasets.load(size=8, split="test")
+    x, y = datasets.fixed_sample(test, 3000)
+    assert len(x) == 2000
+    assert torch.equal(torch.bincount(y), torch.bincount(test.y))  # each once
+    few, _ = datasets.fixed_sample(test, 30)
+    assert torch.equal(few, x[:30])
+    assert datasets.fixed_sample(datasets.load("pixels"), 7)[2].shape == (7, 64)
+    x, y = datasets.fixed_sample(datasets.load("teacher"), 20)
+    assert torch.equal(y, datasets.fixed_sample(datasets.load("teacher"), 20)[1])
 
 
 # Text
@@ -242,7 +283,7 @@ def test_names_splits_and_folders(tmp_path, monkeypatch):
     for name in ("text", "text:", "cifar10:x"):
         with refused(f"unknown data set {name!r}"):
             datasets.load(name)
-    with refused("cifar10 has no split 'val': use train or test"):
+    with refused("cifar10 has no split 'val': use all, train or test"):
         datasets.load("cifar10", split="val")
     with refused("size=8 is for images, but teacher has none"):
         datasets.load("teacher", size=8)

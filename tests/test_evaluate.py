@@ -16,6 +16,7 @@ import roles
 import tasks
 import training
 from evaluate import Job, Results, contender
+from optimizees import datasets
 from paper import baselines, choose, claims
 
 ROOT = Path(__file__).parents[1]
@@ -269,6 +270,41 @@ def test_divergence_is_a_result(tmp_path, monkeypatch):
     assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])  # read from the file
 
 
+def test_test_loss_is_of_data_held_out(tmp_path):
+    """Nets train on the train split; their test losses are kept beside, under keys of their own."""
+    plain = Job(contender("adamw"), NAME, 20, seeds=(0, 1), values=VALUES)
+    held_out = dataclasses.replace(plain, test=True)
+    assert not set(plain.keys()) & set(held_out.keys())
+    results, seen = Results(tmp_path), []
+    results.run([plain, held_out])
+    assert len(results.trained) == 4
+    task = tasks.get(NAME, rules=(), split="train")
+    losses = training.train(
+        task, baselines.adam([VALUES] * 2), 20, [0, 1],
+        data_seeds=[evaluate.DATA_SEED, evaluate.DATA_SEED + 1],
+        look=lambda t, theta: seen.append({k: p.clone() for k, p in theta.items()}),
+    )  # fmt: skip
+    torch.testing.assert_close(results.losses(held_out), losses, rtol=0, atol=6e-5)
+    assert not torch.allclose(results.losses(plain), losses)
+    images = datasets.load(size=8)  # "test" are its last 2,000, here in one piece
+    everything = images.take(torch.arange(8000, 10_000))
+    expected = [task.losses(theta, everything, shared=True) for theta in seen[::2]]
+    found = Results(tmp_path).test_losses(held_out)
+    assert found.shape == (11, 2)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-4)
+    assert found[-1].max() < found[0].min() - 0.2  # the nets do learn
+
+
+def test_a_registered_task_has_no_test_data(monkeypatch, lo_m):
+    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
+    monkeypatch.setattr(tasks, "FILES", {})
+    own = f"{ROOT}/examples/own_task.py_w8_d3"
+    with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
+        Job(lo_m, own, 4, test=True)
+    with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
+        tasks.get(own).data(split="test")
+
+
 def test_pre_activations_are_the_layers_outputs():
     task, probe = tasks.get(NAME), torch.randn(5, 1, 8, 8)
     theta = task.init(2, torch.Generator().manual_seed(0), zero_output=False)
@@ -337,6 +373,10 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert said.endswith("All nets were trained now; their losses are kept in results.\n")
     assert "4 of 4 results were read from results, not trained now: --fresh" in run(task)
     assert run(f"{task} --fresh") == said
+    assert "  test loss" not in said
+    _, train, test, _ = run(f"{task} --test").splitlines()
+    assert (train[:26].strip(), test[:26]) == (NAME, "  test loss".ljust(26))
+    assert test.count("±") == 2
     assert "4 layers, final loss: μLO_M" in run("depth --processes 1")
     assert "## Deeper nets" in (tmp_path / "RESULTS.md").read_text()
     monkeypatch.setattr(choose, "validate", lambda *a: {"one task": 1.0, "another": 2.0})

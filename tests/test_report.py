@@ -8,7 +8,7 @@ import pytest
 
 import evaluate
 import training
-from paper import claims, report, transfer  # noqa: F401 (adds its experiment)
+from paper import claims, report, resnet, transfer  # noqa: F401 (add their experiments)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"

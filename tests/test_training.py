@@ -200,7 +200,7 @@ def test_muon_is_torchs():
     hidden = [params.pop("layers.1.weight")]
     how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
     opts = torch.optim.Muon(hidden, 0.01, **how), torch.optim.Adam(params.values(), 0.01)
-    for _ in range(3):
+    for _ in range(4):
         loss = task.loss(model, tuple(x[0] for x in training.batches(data, [gen], 16)))
         model.zero_grad()
         loss.backward()

@@ -1,0 +1,83 @@
+"""ResNets of five widths: train and test loss of μLO_M and LO_M.
+
+    found = resnet(Suite(), Results(Path("results")))         # `python evaluate.py resnet`
+
+Paper: the table and figure of train and test losses on ResNet tasks, in the appendix. Nets train
+without the test data. The test loss is that of the trained net, on at most 2,000 test examples.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain, product
+
+import torch
+from matplotlib import colormaps
+from torch import Tensor
+
+import tasks
+from evaluate import Job, Results, contender
+from paper.claims import EXPERIMENTS, Suite, cells, falls, worse
+from paper.report import Finding, label
+from training import final_loss
+
+NAMES = ("mulo_m", "lo_m")
+CLOSE = 0.1  # how much of the train loss the test loss may differ by; in the paper at most 0.08
+Final = dict[str, dict[tuple[str, int], Tensor]]  # split: optimizer and width: (seeds,)
+
+
+def resnet(suite: Suite, results: Results) -> Finding:
+    """Train and test loss of μLO_M and LO_M on ResNets of five widths."""
+    head = ("optimizer", "width", "train loss", "stderr", "test loss", "its stderr")
+    found, given, jobs = Finding(len(NAMES), head), suite.contenders(), {}
+    seeds = tuple(range(suite.resnet_seeds))
+    for name, task in product(NAMES, suite.resnets):
+        who, width = given.get(name) or contender(name), tasks.get(task).width
+        jobs[name, width] = Job(who, task, suite.steps, seeds=seeds, test=True)
+    results.run(jobs.values(), "resnet")
+    final = {
+        "train": {key: final_loss(results.losses(job)) for key, job in jobs.items()},
+        "test": {key: results.test_losses(job)[-1] for key, job in jobs.items()},
+    }
+    for key in jobs:
+        found.rows.append([*key, *chain(*(cells(losses[key]) for losses in final.values()))])
+    describe(found, final)
+    for ax, name in zip(found.axes, NAMES, strict=True):
+        draw(ax, name, {w: job for (n, w), job in jobs.items() if n == name}, results)
+    found.axes[0].legend(title="width", fontsize=8)
+    return found
+
+
+def describe(found: Finding, final: Final) -> None:
+    """Add the sentence and the checks."""
+    widths, parts = list(dict.fromkeys(w for _, w in final["test"])), []
+    for name in NAMES:
+        train, test = ([losses[name, w] for w in widths] for losses in final.values())
+        ends = (f"{train[k].mean():.3f} / {test[k].mean():.3f}" for k in (0, -1))
+        parts.append(f"{label(name)} {' -> '.join(ends)}")
+        gaps = [float((y.mean() / x.mean() - 1).abs()) for x, y in zip(train, test, strict=True)]
+        claim = f"{label(name)}: at every width, the test loss is within {CLOSE:.0%} of the train"
+        found.checks[f"{claim} loss"] = all(gap <= CLOSE for gap in gaps)
+        for what, losses in (("train", train), ("test", test)):
+            claim = f"{label(name)}: the {what} loss falls with width, within the standard error"
+            found.checks[claim] = falls(losses)
+    for what, losses in final.items():
+        claim = f"μLO_M is ahead of LO_M at every width in {what} loss"
+        found.checks[claim] = all(worse(losses["lo_m", w], losses["mulo_m", w]) for w in widths)
+    where = f"width {widths[0]} to {widths[-1]}"
+    found.said.append(f"Final train / test loss, {where}: {'; '.join(parts)}.")
+
+
+def draw(ax, name: str, jobs: dict[int, Job], results: Results) -> None:
+    """Losses against steps, a colour for each width: train solid, test dashed."""
+    for k, (w, job) in enumerate(jobs.items()):
+        c = colormaps["viridis"](k / len(jobs))
+        train, test = results.losses(job).mean(1), results.test_losses(job).mean(1)
+        steps = torch.arange(1, len(train) + 1) * job.steps / len(train)
+        ax.plot(steps, train, color=c, label=str(w))
+        ax.plot(torch.linspace(0, job.steps, len(test)), test, "--", color=c)
+    top = 1.2 * math.log(job.get_task().classes)
+    ax.set(xlabel="step", ylabel="loss", ylim=(None, top), title=f"{label(name)} (dashed: test)")
+
+
+EXPERIMENTS["resnet"] = resnet
