@@ -158,7 +158,7 @@ validation tasks of paper/choose.py. Transformers run at a constant rate only, a
 Not in the paper. Learned optimizers untuned, at a constant rate and under a cosine from 2 to 0.2;
 AdamW at its default rate, with its rate tuned at each task's smallest width, and under a cosine
 with its rate tuned at every width. Tuning is over 5 to 8 rates with one seed, at width 128 with
-three for the best rates, so less than the paper's. 5 seeds, 3 at width 1024."""),
+three for the best rates, so less than the paper's. 5 seeds, 2 at width 1024."""),
     "resnet": ("ResNets, train and test loss", """
 At every width from 128 to 2048 μLO_M ends below LO_M in train loss (4.56 to 3.56 against 5.20 to
 4.47) and in test loss, which is within 8% of the train loss; none diverges (appendix). Here nets
