@@ -12,9 +12,11 @@ import dataclasses
 import hashlib
 import io
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -75,9 +77,12 @@ def find(name: str | os.PathLike) -> Path:
 def load(name: str | os.PathLike, **changes) -> LO:
     """Load a learned optimizer from a path, or a shipped one by name, such as load("mulo_m").
 
+    An .npz holds arrays for `from_reference`, such as those of VeLO-4000.
     `changes` replace fields of its config, such as anneal=0.0 if you use an LR scheduler.
     """
     path = find(name)
+    if path.suffix == ".npz":
+        return _load_npz(path, changes)
     content = _read(path)
     if content.get("format") != FORMAT:
         fix = "for weights of other projects use mulo.from_pylo or mulo.from_reference"
@@ -116,7 +121,8 @@ def digest(lo: LO) -> str:
 
 def about(name: str | os.PathLike) -> dict:
     """What was saved along with a learned optimizer: its recipe, its meta-loss and so on."""
-    return _read(find(name)).get("about", {})
+    path = find(name)
+    return {} if path.suffix == ".npz" else _read(path).get("about", {})
 
 
 LATER = {
@@ -187,6 +193,9 @@ def _config(given: dict, found: dict) -> LOConfig:
     return LOConfig(**(given | found))
 
 
+# Names in the released files: haiku's tree of modules, joined by slashes.
+HAIKU = {"rnn_params/": "rnn/", "rnn/rnn/linear": "rnn/rnn.linear", "ff_mod_stack/~/": "ff/"}
+HAIKU |= {"lstm_init_state/": "lstm_init_"}
 VELO_NAMES = {"linear_1": "mix", "linear_2": "embed", "rnn.linear": "lstm"}
 VELO_NAMES |= {"rnn_to_controls": "controls", "step_size": "alpha"}
 
@@ -196,10 +205,16 @@ def from_reference(arrays: dict, **config) -> LO:
 
     small_fc has w0, b0, ..., momentum_decays, rms_decays, adafactor_decays. VeLO has rnn/<layer>/w
     and /b, ff/w0, ..., lstm_init_hidden, lstm_init_cell; its unused third output and unused layer
-    are dropped. `config` gives lam1, lam2 and other fields of LOConfig, but for the sizes, which
+    are dropped. The names of the released tree (rnn_params/..., ff_mod_stack/~/w0__0, ...) do as
+    well. `config` gives lam1, lam2 and other fields of LOConfig, but for the sizes, which
     follow from the arrays.
     """
     a = {k: torch.as_tensor(x).float() for k, x in arrays.items() if not k.endswith("group_sizes")}
+    for theirs, ours in HAIKU.items():
+        a = {k.replace(theirs, ours): x for k, x in a.items()}
+    if "ff/w0__0" in a:  # the first layer, by groups of features
+        groups = [a.pop(f"ff/w0__{k}") for k in range(sum(k.startswith("ff/w0__") for k in a))]
+        a["ff/w0"] = torch.cat(groups, -2)
     prefix = "ff/" if "ff/w0" in a else ""
     if f"{prefix}w0" not in a:
         raise ValueError(f"no 'w0' or 'ff/w0' among {sorted(a)}: strip the prefix of the names.")
@@ -219,6 +234,19 @@ def from_reference(arrays: dict, **config) -> LO:
     found |= {"lstm_hidden": phi["hidden0"].shape[-1], "param_inits": w0.shape[0], "net": "velo"}
     found |= {"spec": "paper"} if w0.shape[1] == 29 else {}
     return build(_config(config, found), phi)
+
+
+def _load_npz(path: Path, config: dict) -> LO:
+    """The arrays in an .npz; VeLO as it was released, with updates in proportion to RMS(W)."""
+    try:
+        arrays = dict(np.load(path))
+        if any(x.dtype.kind not in "fiu" for x in arrays.values()):
+            raise ValueError("not all of its arrays are numbers")
+        velo = any("lstm_init" in name for name in arrays)
+        return from_reference(arrays, **({"param_scale_mult": True} if velo else {}) | config)
+    except (EOFError, LookupError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"{path} has no learned optimizer's arrays: {why}.") from None
 
 
 def from_pylo(

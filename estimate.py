@@ -1,7 +1,8 @@
-"""What a meta-training run would take on a GPU that is not here: memory and time, as estimates.
+"""What training would take on a GPU that is not here: memory and time, as estimates.
 
     python metatrain.py mulo_m --scale paper --dry-run                  # on an A6000
     python metatrain.py mulo_m --scale paper --dry-run --card 1000,60   # GB/s, TFLOP/s
+    python evaluate.py width --scale paper --dry-run                    # every job of it
 
 One inner step of each task runs on the meta device, where tensors have no data, under a mode that
 counts the bytes that are alive, and each operation's bytes and FLOPs. An operation takes the
@@ -11,31 +12,46 @@ kernels of the learned optimizer's step are counted by hand (`step_cost`).
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+import mulo
 import pes
 import tasks
 import training
+from mulo import LOConfig
 
 CONTEXT = 0.6 * 2**30  # bytes of a CUDA context and of cuBLAS workspaces, about
 LAUNCH = 4e-6  # seconds between the starts of two small kernels from Python
 BUSY_MEMORY, BUSY_MATMUL = 0.8, 0.75  # of its peak that a kernel reaches
+HOW = (
+    f"Not measured: counted bytes, FLOPs and launches, at {BUSY_MEMORY:.0%} of the card's "
+    f"bandwidth and {BUSY_MATMUL:.0%} of its FLOP/s."
+)
 LAUNCHES = 12  # of the Triton kernels per inner step
 PAPER_HOURS = {"mulo_s": 8, "lo_s": 8, "mulo_m": 103, "lo_m": 103, "muvelo_m": 250, "velo_m": 250}
 DATASETS = {  # bytes of the training split, which stays on the device if it fits
     "imagenet32": 1_281_167 * 3 * 32**2,
     "imagenet64": 1_281_167 * 3 * 64**2,
     "cifar10": 50_000 * 3 * 32**2,
+    "lm1b": 30_301_028 * 65 * 4,  # sentences, as rows of int32
     "fashion": 60_000 * 28**2,
     "fashion10k": 10_000 * 28**2,
 }
+
+
+def data_bytes(some: Iterable[tasks.Task]) -> int:
+    """Of the data sets of some tasks."""
+    return sum(DATASETS.get(name, 0) for name in {task.dataset for task in some})
 
 
 class Card(NamedTuple):
@@ -45,11 +61,12 @@ class Card(NamedTuple):
     bandwidth: float  # bytes/s
     fp32: float  # FLOP/s
     tf32: float  # FLOP/s of matrix products in TF32
+    memory: float = math.inf  # bytes
 
 
 CARDS = {
-    "a6000": Card("A6000", 768e9, 38.7e12, 77.4e12),
-    "a100": Card("A100", 1555e9, 19.5e12, 156e12),
+    "a6000": Card("A6000", 768e9, 38.7e12, 77.4e12, 48 * 2**30),
+    "a100": Card("A100", 1555e9, 19.5e12, 156e12, 40 * 2**30),
 }
 
 
@@ -66,6 +83,14 @@ def card(text: str) -> Card:
     return Card(name, bandwidth * 1e9, flops, flops)
 
 
+def conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *rest, out_val=None) -> int:
+    """Each gradient takes what the forward pass does; torch counts too much if there are groups."""
+    return sum(rest[-1][:2]) * conv_flop_count(x.shape, w.shape, grad.shape)
+
+
+FLOPS = flop_registry | {torch.ops.aten.convolution_backward: conv_backward_flops}
+
+
 class Count(TorchDispatchMode):
     """Counts the bytes that are alive, and the bytes and FLOPs of every operation."""
 
@@ -79,17 +104,16 @@ class Count(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         out = func(*args, **kwargs)
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        known = self.alive | {x.untyped_storage()._cdata for x in given}
+        known = {x.untyped_storage()._cdata for x in given}
         for storage in (x.untyped_storage() for x in made):
             key, size = storage._cdata, storage.nbytes()
-            if key not in known:  # not a view
+            if key not in known and key not in self.alive:  # not a view
                 self.alive.add(key)
-                known.add(key)
                 self.now += size
                 weakref.finalize(storage, self._free, key, size)
         self.peak = max(self.peak, self.now)
         if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
-            count = flop_registry.get(func.overloadpacket)
+            count = FLOPS.get(func.overloadpacket)
             flops = count(*args, **kwargs, out_val=out) if count else 0
             self.operations.append((sum(x.nbytes for x in (*given, *made)), flops))
         return out
@@ -104,20 +128,68 @@ class Count(TorchDispatchMode):
         return sum(max(LAUNCH, size / memory, flops / speed) for size, flops in self.operations)
 
 
+def meta_batch(task: tasks.Task, n: int, size: int) -> tuple[Tensor, ...]:
+    """A batch for each of n nets on the meta device."""
+    if task.own:
+        drawn = training.batches(task.data(), [torch.Generator()] * n, size)
+        return tuple(b.to("meta") for b in drawn)
+    x = torch.zeros(n, size, *task.shape, device="meta")
+    if task.family == "lm":
+        return x.long(), x.long(), x.bool()
+    return x, torch.zeros(n, size, device="meta", dtype=torch.long)
+
+
 def inner_step(task: tasks.Task, particles: pes.Particles) -> Count:
     """One inner step of some particles on the meta device, counted."""
-    n, size = 2 * len(particles.t), particles.r.batch_size
+    n = 2 * len(particles.t)
     with Count() as count:
-        x = torch.zeros(n, size, *task.shape, device=particles.xi.device)
-        batch = (x, torch.zeros(n, size, device=x.device, dtype=torch.long))
-        if task.family == "lm":
-            batch = (x.long(), x.long(), x.bool())
-        if task.own:
-            drawn = training.batches(task.data(), [torch.Generator()] * n, size)
-            batch = tuple(b.to(x.device) for b in drawn)
-        phi = torch.zeros(n, particles.xi.shape[1], device=x.device)
+        batch = meta_batch(task, n, particles.r.batch_size)
+        phi = torch.zeros(n, particles.xi.shape[1], device="meta")
         particles.inner_step(particles.opt.prepare(pes.unflatten(phi, particles.lo)), batch)
     return count
+
+
+class Nets(NamedTuple):
+    """One step of some nets of an evaluation."""
+
+    entries: int  # parameters of all nets
+    held: int  # bytes of the nets and the optimizer's state
+    count: Count
+    kernel: LOConfig | None  # of a learned optimizer, if its step is a kernel
+
+    def seconds(self, on: Card) -> float:
+        by_kernel = kernel_seconds(self.kernel, self.entries, on) if self.kernel else 0.0
+        return self.count.seconds(on, tf32=False) + by_kernel
+
+
+@functools.cache
+@torch.no_grad()
+def nets_step(task: tasks.Task, optimizer: LOConfig | str, n: int) -> Nets:
+    """A step of n nets as in `training.train`, on the meta device; a baseline is given by name."""
+    shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
+    theta = {k: torch.zeros(n, *shape, device="meta") for k, shape in shapes.items()}
+    learned = isinstance(optimizer, LOConfig)
+    if learned:
+        with torch.device("meta"):
+            phi = mulo.stacked(
+                {"small_fc": mulo.SmallFC, "velo": mulo.VeLO}[optimizer.net](optimizer)
+            )
+        opt = training.Learned(optimizer, task, "meta")
+        state = opt.init(theta, phi, torch.full((n,), 1000.0))
+        weights, t = opt.prepare(phi), torch.zeros(n, device="meta")
+    else:
+        make = training.Muon if optimizer == "muon" else training.Adam
+        opt = make(task, torch.full((n,), 1e-3), weight_decay=0.01)
+        state = opt.init(theta)
+    with Count() as count:
+        losses, grads = training.gradients(task, theta, meta_batch(task, n, task.batch_size))
+        if learned:
+            opt.step(weights, state, theta, grads, losses, t)
+        else:
+            opt.step(state, theta, grads, 0)
+    held = sum(x.nbytes for x in (*theta.values(), *state.values()))
+    kernel = optimizer if learned and opt.backend == "kernel" else None
+    return Nets(sum(p.numel() for p in theta.values()), held, count, kernel)
 
 
 def step_cost(config, entries: int) -> tuple[float, float]:
@@ -125,6 +197,13 @@ def step_cost(config, entries: int) -> tuple[float, float]:
     h, dense = config.hidden_size, 16 if config.net == "small_fc" else 18
     network = 2 * (dense * h + (config.hidden_layers - 1) * h * h + 2 * h)
     return 72.0 * entries, (network + 150.0) * entries  # 4 + 40 + 28 bytes; features, exp, sums
+
+
+def kernel_seconds(config, entries: int, on: Card) -> float:
+    """Of a learned optimizer's step by the kernel."""
+    size, flops = step_cost(config, entries)
+    compute = flops / (BUSY_MATMUL * on.fp32)
+    return size / (BUSY_MEMORY * on.bandwidth) + compute + LAUNCHES * LAUNCH
 
 
 def task_estimate(trainer: pes.Trainer, index: int, on: Card) -> tuple[int, int, float]:
@@ -135,10 +214,15 @@ def task_estimate(trainer: pes.Trainer, index: int, on: Card) -> tuple[int, int,
     seconds = count.seconds(on, r.tf32)
     if groups[0].opt.backend == "kernel":
         entries = sum(p.numel() for p in groups[0].theta.values())
-        size, flops = step_cost(trainer.lo.config, entries)
-        compute = flops / (BUSY_MATMUL * on.fp32)
-        seconds += size / (BUSY_MEMORY * on.bandwidth) + compute + LAUNCHES * LAUNCH
+        seconds += kernel_seconds(trainer.lo.config, entries, on)
     return held, count.peak, seconds * r.truncation * len(groups)
+
+
+def run_estimate(trainer: pes.Trainer, parts: list[tuple[int, int, float]]) -> tuple[float, float]:
+    """Of a run, from the `task_estimate` of each task: bytes, seconds of an outer step."""
+    held, more, seconds = zip(*parts, strict=True)
+    outer = sum(seconds) * (trainer.r.per_step or len(seconds)) / len(seconds)
+    return sum(held) + max(more) + data_bytes(trainer.tasks) + CONTEXT, outer
 
 
 def report(trainer: pes.Trainer, on: Card) -> str:
@@ -152,10 +236,8 @@ def report(trainer: pes.Trainer, on: Card) -> str:
             f"{2 * len(trainer.particles[k][0].t)} of {2 * r.pairs} nets train "
             f"{more / 2**30:.2f} GiB more; {seconds:.2f} s per truncation of {r.truncation} steps"
         )
-    held, more, seconds = zip(*parts, strict=True)
-    data = sum(DATASETS.get(name, 0) for name in {task.dataset for task in trainer.tasks})
-    total = sum(held) + max(more) + data + CONTEXT
-    outer = sum(seconds) * (r.per_step or len(seconds)) / len(seconds)
+    total, outer = run_estimate(trainer, parts)
+    data = data_bytes(trainer.tasks)
     lines.append(
         f"{r.name}, {len(trainer.phi):,} weights: about {total / 2**30:.2f} GiB, of which the data "
         f"set {data / 2**30:.2f} and the CUDA context {CONTEXT / 2**30:.1f}; a smaller "
@@ -165,7 +247,6 @@ def report(trainer: pes.Trainer, on: Card) -> str:
     paper = f" (the paper: {PAPER_HOURS[r.name]} h)" if r.scale == "paper" else ""
     lines.append(
         f"Estimated on an {on.name}: {outer:.1f} s per outer step, {hours:.1f} h for {r.steps:,} "
-        f"steps{paper}. Not measured: counted bytes, FLOPs and launches, at {BUSY_MEMORY:.0%} of "
-        f"the card's bandwidth and {BUSY_MATMUL:.0%} of its FLOP/s."
+        f"steps{paper}. {HOW}"
     )
     return "\n".join(lines)

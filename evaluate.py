@@ -6,6 +6,7 @@
     python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw muadam
     python evaluate.py width                             # one of the paper's claims; see --help
     python evaluate.py all                               # all of them, and RESULTS.md
+    python evaluate.py all --scale paper --dry-run       # their jobs; estimated memory and hours
 
     job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
     losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
@@ -20,6 +21,7 @@ the end, import it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -41,6 +43,7 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 import checkpoints
+import estimate
 import kernels
 import metatrain
 import mulo
@@ -88,14 +91,14 @@ class Contender:
 
 
 def contender(name: str) -> Contender:
-    """By name: a baseline, a shipped optimizer, or the folder of a meta-training run."""
+    """By name: a baseline, a shipped optimizer, a file, or the folder of a meta-training run."""
     if name in BASELINES | OTHERS:
         return Contender(name, roles.ALL if name == "muadam" else ())
     folder = Path(name)
     path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
     recipe = checkpoints.about(path).get("recipe")
     recipe = recipe or {"mup": False, "name": None}  # others' weights, such as VeLO-4000: in SP
-    label = folder.parent.name if folder.name == "lo.pt" else folder.name
+    label = folder.parent.name if folder.name == "lo.pt" else folder.name.removesuffix(".npz")
     return Contender(label, roles.ALL if recipe["mup"] else (), mulo.load(path), recipe["name"])
 
 
@@ -122,8 +125,11 @@ class Job:
         task = self.get_task()  # raises an error if there is none of that name
         object.__setattr__(self, "task", task.name)  # not a path, if it was given by its file
         if self.who.lo is None and self.values is None:  # read once: tuning may change the file
-            values = tuned(self.who.name, task, self.steps, self.schedule)
-            object.__setattr__(self, "values", values)
+            with contextlib.suppress(ValueError):  # not tuned: `keys` says so
+                object.__setattr__(self, "values", self._tuned())
+
+    def _tuned(self) -> dict:
+        return tuned(self.who.name, self.get_task(), self.steps, self.schedule)
 
     def get_task(self) -> tasks.Task:
         return tasks.get(self.task, rules=self.who.rules, split="train" if self.test else "all")
@@ -134,8 +140,10 @@ class Job:
         A digest of the weights or tuned values, rules, batch size, what was held out and the file
         of a registered task tells namesakes apart.
         """
-        what = list(self.values.values()) if self.values else checkpoints.digest(self.who.lo)
-        task = self.get_task()
+        values, task = self.values, self.get_task()
+        if self.who.lo is None and values is None:
+            values = self._tuned()  # raises the reason
+        what = list(values.values()) if values else checkpoints.digest(self.who.lo)
         what = f"{what} {self.who.rules} {task.batch_size}" + (task.own.digest if task.own else "")
         what += " test" * self.test
         digest = hashlib.sha256(what.encode()).hexdigest()[:8]
@@ -250,8 +258,10 @@ class Results:
         processes: int = 1,
         fresh: bool = False,
         backend: str = "auto",
+        at_once: int | None = None,  # nets side by side, but for activations; None: all seeds
     ):
         self.folder, self.processes, self.fresh = folder, processes, fresh
+        self.at_once = at_once
         self.how = device, backend
         self.curves: dict[tuple[str, ...], str] = {}
         self.probed: dict[tuple[str, ...], Activations] = {}
@@ -275,9 +285,11 @@ class Results:
             known = self.trained if self.fresh else self._kept(job)
             left = [key not in known for key in job.keys()]
             self.reused |= {key for key in job.keys() if key in known} - self.trained
-            if any(left) and not job.probe_at:
-                job = dataclasses.replace(job, seeds=tuple(itertools.compress(job.seeds, left)))
-            if any(left):
+            seeds = tuple(itertools.compress(job.seeds, left))
+            size = self.at_once or len(job.seeds)
+            parts = [seeds[k : k + size] for k in range(0, len(seeds), size)]
+            for part in [job.seeds] * any(left) if job.probe_at else parts:
+                job = dataclasses.replace(job, seeds=part)
                 missing[tuple(job.keys())] = job
         for job, found in self.execute(list(missing.values()), desc):
             self._kept(job).update(zip(job.keys(), found, strict=True))
@@ -425,13 +437,17 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _claims(args: argparse.Namespace) -> None:
     """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from paper import ablations, claims, report, resnet, transfer  # noqa: F401 (add experiments)
+    from paper import ablations, claims, plan, report, resnet, transfer  # noqa: F401 (experiments)
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
-    results = Results(args.out, args.device, args.processes, args.fresh, args.backend)
+    names = claims.EXPERIMENTS if args.command == "all" else [args.command]
+    if args.dry_run:
+        card, how = estimate.card(args.card), {"fresh": args.fresh, "at_once": args.at_once}
+        return print(plan.report(names, suite, args.out, card, **how))
+    results = Results(args.out, args.device, args.processes, args.fresh, args.backend, args.at_once)
     page = Path("RESULTS.md") if args.out == Path("results") else args.out / "RESULTS.md"
-    for name in claims.EXPERIMENTS if args.command == "all" else [args.command]:
+    for name in names:
         found = claims.EXPERIMENTS[name](suite, results)
         report.keep(found, name, args.out)
         report.draw_readme_picture(args.out, suite.families[0].kind, suite.families[0].base)
@@ -442,9 +458,9 @@ def _claims(args: argparse.Namespace) -> None:
 
 def _complete(args: argparse.Namespace) -> None:
     """Check numbers, and fill in the defaults that depend on other flags."""
-    counts = [getattr(args, k, None) for k in ("seeds", "steps", "width", "processes")]
+    counts = [getattr(args, k, None) for k in ("seeds", "steps", "width", "processes", "at_once")]
     if any(n is not None and n < 1 for n in counts):
-        raise ValueError("--seeds, --steps, --width and --processes must be 1 or more.")
+        raise ValueError("--seeds, --steps, --width, --processes, --at-once must be 1 or more.")
     metatrain.check_device(args.device)
     if "processes" in args:
         args.processes = args.processes or (os.cpu_count() if args.device == "cpu" else 1)
@@ -467,10 +483,13 @@ ARGUMENTS = {
     "--test": dict(action="store_true", help="train without the test data; also the test loss"),
     "--rates-only": dict(action="store_true", help="only the rates; the rest as tuned before"),
     "--every-width": dict(action="store_true", help="for adamw_oracle: keep for this width alone"),
-    "--who": dict(nargs="+", help="adamw, muadam, adamw_default, shipped names, ..."),
+    "--who": dict(nargs="+", help="adamw, muadam, adamw_default, shipped names, files, ..."),
     "--out": dict(type=Path, help="results' folder (default: results or results_paper)"),
     "--fresh": dict(action="store_true", help="train nets anew that the folder has"),
     "--processes": dict(type=int, help="at a time (default: all cores, 1 on a GPU)"),
+    "--at-once": dict(type=int, help="nets of a job side by side, to save memory (default: all)"),
+    "--dry-run": dict(action="store_true", help="only list jobs; memory and time on a GPU"),
+    "--card": dict(default="a6000", help="for --dry-run: a6000, a100, or GB/s,TFLOP/s"),
     "--device": dict(default="cpu", help="cpu or cuda"),
     "--backend": dict(default="auto", choices=kernels.BACKENDS, help="of the optimizer's step"),
 }
@@ -495,7 +514,7 @@ def _parser() -> argparse.ArgumentParser:
     tune += "--device"
     task = "tasks --steps --seeds --schedule --test --who --out --fresh --processes --device "
     task += "--backend"
-    claim = "--scale --who --out --fresh --processes --device --backend"
+    claim = "--scale --who --out --fresh --processes --at-once --device --backend --dry-run --card"
     add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
     add("validate", _validate, "final losses on the validation tasks", "files --device")
     add("choose", _choose, "the best of several runs into weights/", "name folders --device")

@@ -222,11 +222,12 @@ class Muon(Adam):
     """torch.optim.Muon for hidden matrices, with AdamW's size of updates, and Adam for the rest."""
 
     def init(self, theta: Theta) -> State:
+        rates = self.numbers[0].tolist()  # before they are sent to the device
         state = super().init(theta)
         hidden = [k for k, p in theta.items() if p.ndim == 3 and self.kinds[k] == "hidden"]
         how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
         self.nets = []  # of each net: its optimizer, the matrices and their names
-        for net, rate in enumerate(self.numbers[0].tolist()) if hidden else ():
+        for net, rate in enumerate(rates) if hidden else ():
             matrices = [theta[k][net] for k in hidden]  # views: stepped in place
             self.nets.append((torch.optim.Muon(matrices, rate, **how), rate, matrices, hidden))
         return state

@@ -26,6 +26,7 @@ def amx_is_broken() -> bool:
 if "ONEDNN_MAX_CPU_ISA" not in os.environ and amx_is_broken():
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # before torch is imported
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from golden_files import Golden  # noqa: E402
@@ -79,6 +80,30 @@ def velo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("velo")
     export.write(Golden("velo_psm1_bug0").lo(), folder, "velo", ["onnx", "ts"])
     return folder
+
+
+@pytest.fixture(scope="session")
+def velo_4000():
+    """Random arrays of VeLO-4000's shapes, by our names and by those of the released tree."""
+    H, K, h, draw = 512, 256, 4, np.random.default_rng(0)
+    shapes = {"lstm_init_hidden": (1, H), "lstm_init_cell": (1, H)}
+    for name, n, m in (
+        ("linear", 30, H), ("linear_1", 30, H), ("linear_2", 30, H), ("rnn.linear", 2 * H, 4 * H),
+        ("rnn_to_controls", H, K), ("step_size", H, 1),
+    ):  # fmt: skip
+        shapes |= {f"rnn/{name}/w": (n, m), f"rnn/{name}/b": (m,)}
+    for k, (n, m) in enumerate(((30, h), (h, h), (h, 3))):
+        shapes |= {f"ff/w{k}": (K, n, m), f"ff/b{k}": (K, m)}
+    plain = {k: 0.01 * draw.standard_normal(s, np.float32) for k, s in shapes.items()}
+    released = {}
+    for name, x in plain.items():
+        for ours, theirs in (("rnn/", "rnn_params/"), ("ff/", "ff_mod_stack/~/")):
+            name = name.replace(ours, theirs, 1)
+        name = name.replace("rnn.linear", "rnn/linear").replace("init_", "init_state/")
+        released[name] = x
+    groups = np.split(released.pop("ff_mod_stack/~/w0"), [1, 2, 3, 6, 7, 10, 11, 14, 15, 18], 1)
+    released |= {f"ff_mod_stack/~/w0__{k}": x for k, x in enumerate(groups)}
+    return {"plain": plain, "released": released}
 
 
 @pytest.fixture

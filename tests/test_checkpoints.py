@@ -230,17 +230,9 @@ def test_from_reference():
         mulo.from_reference({k: v for k, v in arrays.items() if k != "rms_decays"})
 
 
-def test_velo_of_the_released_sizes():
+def test_velo_of_the_released_sizes(velo_4000):
     """VeLO-4000 has an LSTM of 512 and a bank of 256: arrays of these sizes load."""
-    H, K, h = 512, 256, 4
-    arrays = {"lstm_init_hidden": torch.zeros(1, H), "lstm_init_cell": torch.zeros(1, H)}
-    for name, n, m in (
-        ("linear", 30, H), ("linear_1", 30, H), ("linear_2", 30, H), ("rnn.linear", 2 * H, 4 * H),
-        ("rnn_to_controls", H, K), ("step_size", H, 1),
-    ):  # fmt: skip
-        arrays |= {f"rnn/{name}/w": torch.zeros(n, m), f"rnn/{name}/b": torch.zeros(m)}
-    for k, (n, m) in enumerate(((30, h), (h, h), (h, 3))):
-        arrays |= {f"ff/w{k}": torch.zeros(K, n, m), f"ff/b{k}": torch.zeros(K, m)}
+    H, K, h, arrays = 512, 256, 4, velo_4000["plain"]
     lo = mulo.from_reference(arrays, param_scale_mult=True, use_bugged_loss_features=True)
     assert isinstance(lo, mulo.VeLO)
     assert (lo.config.lstm_hidden, lo.config.param_inits, lo.config.hidden_size) == (H, K, h)

@@ -10,6 +10,7 @@ import bench
 import estimate
 import metatrain
 import pes
+import tasks
 
 TINY = {"pairs": 4, "micro_batch": 4, "truncation": 3, "unroll": 9, "shortest": 4}
 
@@ -51,6 +52,26 @@ def test_time_of_one_operation():
     with estimate.Count() as count:
         x @ x
     assert count.seconds(card, tf32=True) == pytest.approx(4096**3 / 1e13 / estimate.BUSY_MATMUL)
+
+
+def test_a_step_of_an_evaluation():
+    """Of an MLP by hand: its products, Adam's state; and no FLOPs of grouped convolutions twice."""
+    task = tasks.get("in32_mlp_w256_d3")
+    found = estimate.nets_step(task, "adam", 3)
+    inputs, rest = 3072 * 256, 256**2 + 256 * 1000  # no gradient with respect to the images
+    assert found.entries == 3 * (inputs + rest + 256 + 256 + 1000)
+    products = 2 * 4096 * (2 * inputs + 3 * rest) * 3
+    flops = sum(flops for _, flops in found.count.operations)
+    assert flops == pytest.approx(products, rel=1e-3)
+    assert flops == pytest.approx(6 * 4096 * found.entries, rel=0.3)
+    assert found.held == 3 * 4 * found.entries
+    assert found.kernel is None
+    resnet = tasks.get("fashion_resnet_w32")
+    one, three = (
+        sum(flops for _, flops in estimate.nets_step(resnet, "adam", n).count.operations)
+        for n in (1, 3)
+    )
+    assert three == pytest.approx(3 * one)
 
 
 def said(monkeypatch, capsys, *flags):

@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,7 +80,7 @@ def test_tuned_values_are_kept(tmp_path, monkeypatch):
     assert baselines.best("adamw", "lm", 1000, "cosine")["lr"] == 0.25
     assert baselines.best("muadam", "lm", 1000)["lr"] == 0.1077
     with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp --steps 10 --sch"):
-        job(contender("muadam"), 10, [0], "cosine")
+        job(contender("muadam"), 10, [0], "cosine").keys()
 
 
 def test_shipped_values_are_of_the_full_grid():
@@ -107,6 +108,43 @@ def test_contenders(lo_m):
     assert (lo_m.name, lo_m.rules, lo_m.recipe) == ("lo_m_seed3", (), "lo_m")
     with pytest.raises(FileNotFoundError, match="no learned optimizer 'sgd'"):
         contender("sgd")
+
+
+def test_arrays_of_velo(tmp_path, velo_4000):
+    """Under the file's name, in SP, whichever names its arrays have; also among the claims."""
+    loaded = []
+    for kind, arrays in velo_4000.items():
+        np.savez(tmp_path / f"{kind}.npz", **arrays)
+        who = contender(str(tmp_path / f"{kind}.npz"))
+        assert (who.name, who.rules, who.recipe) == (kind, (), None)
+        loaded.append(who)
+    config = loaded[0].lo.config
+    assert (config.lstm_hidden, config.param_inits, config.hidden_size) == (512, 256, 4)
+    assert (config.param_scale_mult, config.use_bugged_loss_features) == (True, False)
+    one, two = (dict(c.lo.named_parameters()) for c in loaded)
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    losses = Results(tmp_path).losses(job(loaded[0], 3, [0]))
+    assert losses.isfinite().all()
+    suite = claims.Suite(who=(str(tmp_path / "released.npz"), "adamw"))
+    assert list(suite.contenders()) == ["released", "adamw"]
+
+
+def test_arrays_that_are_not_an_optimizer(tmp_path, complaint, velo_4000):
+    short = {k: x for k, x in velo_4000["plain"].items() if k != "rnn/step_size/w"}
+    for arrays, reason in (
+        ({"x": np.zeros(3)}, "no 'w0' or 'ff/w0' among"),
+        ({"w0": np.array("text")}, "not all of its arrays are numbers"),
+        (short, "VeLO's array 'rnn/step_size/w' is missing"),
+        (None, "has no learned optimizer's arrays"),
+    ):
+        path = tmp_path / "bad.npz"
+        path.write_bytes(b"PK\x03\x04 and no zip file")
+        if arrays:
+            np.savez(path, **arrays)
+        said = complaint(evaluate, "task", NAME, "--who", path)
+        assert said.startswith(f"evaluate.py: {path} has no learned optimizer's arrays: ")
+        assert reason in said
+        assert "\n" not in said
 
 
 def test_finished_jobs_are_not_run_again(tmp_path, monkeypatch, lo_m):
@@ -195,7 +233,7 @@ def test_a_registered_task_is_known_by_its_file(tmp_path, monkeypatch, lo_m):
     expected = training.train(task, lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
     torch.testing.assert_close(results.losses(jobs[0]), expected, rtol=1e-4, atol=0)
     with pytest.raises(ValueError, match=rf"adamw is not .* tune {tmp_path}/mine\.py\.$"):
-        Job(contender("adamw"), "sines_w8_d3", 4)
+        Job(contender("adamw"), "sines_w8_d3", 4).keys()
     before = jobs[0].keys()
     tasks.KINDS.pop("sines"), tasks.FILES.clear()
     (tmp_path / "mine.py").write_text(text + "# edited\n")
@@ -208,7 +246,7 @@ def test_baselines_tuned_for_these_steps_will_do(tmp_path, monkeypatch):
     baselines.remember("adamw", "fashion8_mlp", 7, "constant", VALUES | {"lr": 0.7})
     assert job(contender("adamw"), 7, [0]).values["lr"] == 0.7
     with pytest.raises(ValueError, match="adamw is not tuned for fashion8_mlp"):
-        job(contender("adamw"), 8, [0])
+        job(contender("adamw"), 8, [0]).keys()
     baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
     assert job(contender("adamw"), 7, [0]).values["lr"] == VALUES["lr"]
 

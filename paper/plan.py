@@ -1,0 +1,156 @@
+"""Dry runs of the experiments: every job that is missing, with its memory and time on a GPU.
+
+    print(report(["width"], SUITES["paper"], Path("results_paper"), estimate.card("a6000")))
+
+`python evaluate.py width --scale paper --dry-run` prints this. Nothing is trained, no data set is
+read, and nothing is written but to a temporary copy of the results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import estimate
+import metatrain
+import mulo
+import tasks
+import training
+from evaluate import Job, Results
+from paper.ablations import MetaTraining
+from paper.baselines import BASELINES, FIELDS, FINALISTS, OTHERS, Tuning
+from paper.claims import EXPERIMENTS, Suite
+
+UNTUNED = dict.fromkeys(FIELDS, math.nan)  # stands for the values of a baseline that has none
+GIB = 2**30
+
+
+class _PlannedError(Exception):
+    """Ends an experiment that would now read its results."""
+
+
+class Plan(Results):
+    """Results whose missing jobs are listed in place of being run."""
+
+    def __init__(self, folder: Path, **how):
+        super().__init__(folder, **how)
+        self.jobs: list[Job | Tuning | MetaTraining] = []
+        self.to_tune: dict[str, None] = {}  # sentences, once each; not what experiments tune
+
+    def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
+        some, tuning = [], {tasks.get(x.task).kind for x in self.jobs if isinstance(x, Tuning)}
+        for job in jobs:
+            try:
+                job.keys()
+            except ValueError as error:  # the baseline is not tuned: it costs as much at any rate
+                if job.get_task().kind not in tuning:
+                    self.to_tune[str(error)] = None
+                job = dataclasses.replace(job, values=UNTUNED)
+            some.append(job)
+        super().run(some, desc)
+        raise _PlannedError
+
+    def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
+        self.jobs += jobs
+        for job in jobs:
+            if isinstance(job, MetaTraining):  # an untrained optimizer costs as much
+                job.path.parent.mkdir(exist_ok=True)
+                mulo.save(metatrain.new_lo(job.recipe), job.path)
+            elif isinstance(job, Job):  # so that the next experiment does not list it again
+                yield job, [""] * len(job.keys())
+
+    def save(self) -> None:
+        """There is nothing to keep."""
+
+
+class Cost(NamedTuple):
+    """Of one job, estimated."""
+
+    steps: int
+    nets: int  # side by side
+    parameters: int  # of one net, the largest
+    bytes: float
+    hours: float
+    fixed: float = 0.0  # bytes that do not depend on the number of nets
+
+    def note(self, memory: float) -> str:
+        """What to do about a job that does not fit into a card's memory, or ""."""
+        if self.bytes <= memory:
+            return ""
+        each = (self.bytes - self.fixed) / self.nets
+        fit, over = int((memory - self.fixed) / each), f"  more than {memory / GIB:.0f} GiB: "
+        if fit < 1:
+            return f"{over}a net alone takes {(self.fixed + each) / GIB:.1f}, use a larger card"
+        return f"{over}fewer seeds at a time, --at-once {fit}"
+
+
+def cost(job: Job | Tuning | MetaTraining, on: estimate.Card) -> Cost:
+    """Memory and time of a job on a card."""
+    if isinstance(job, MetaTraining):
+        r = job.recipe
+        trainer = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
+        parts = [estimate.task_estimate(trainer, k, on) for k in range(len(trainer.tasks))]
+        size, seconds = estimate.run_estimate(trainer, parts)
+        most = max(sum(p[0].numel() for p in x[0].theta.values()) for x in trainer.particles)
+        return Cost(r.steps, 2 * r.pairs, most, size, seconds * r.steps / 3600)
+    if isinstance(job, Tuning):
+        task, optimizer = tasks.get(job.task), job.which
+        nets = max(len(job.rates()), FINALISTS * len(job.seeds))
+        steps = 2 * job.steps  # all rates, then the best with all seeds
+    else:
+        task, nets = job.get_task(), len(job.seeds)
+        optimizer = job.who.lo.config if job.who.lo else job.who.name
+        steps = max(job.probe_at) + 1 if job.probe_at else job.steps
+    if optimizer in BASELINES | OTHERS and optimizer != "muon":
+        optimizer = "adam"
+    task = training.with_rules(task, True)  # costs as much in SP, and is counted once
+    step = estimate.nets_step(task, optimizer, nets)
+    fixed = estimate.CONTEXT + estimate.data_bytes([task])
+    hours = steps * step.seconds(on) / 3600
+    return Cost(
+        steps, nets, step.entries // nets, step.held + step.count.peak + fixed, hours, fixed
+    )
+
+
+def line(job: Job | Tuning | MetaTraining, found: Cost, memory: float) -> str:
+    what = f"meta-training {job}" if isinstance(job, MetaTraining) else str(job)
+    if getattr(job, "schedule", "constant") != "constant":
+        what = f"{what}, {job.schedule}"
+    text = f"{what:52}{found.steps:>7,} steps {found.nets:>3} nets {found.parameters:>13,} "
+    text = f"{text}parameters {found.bytes / GIB:7.2f} GiB {found.hours:8.3f} h"
+    tuned = "" if getattr(job, "values", None) is not UNTUNED else "  to be tuned first"
+    return text + tuned + found.note(memory)
+
+
+def report(names: Iterable[str], suite: Suite, out: Path, on: estimate.Card, **how) -> str:
+    """Every missing job of some experiments, and totals; `how` is for `Results`."""
+    lines, costs = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "results"
+        folder.mkdir()
+        if out.is_dir():
+            shutil.copytree(out, folder, dirs_exist_ok=True)
+        plan = Plan(folder, **how)
+        for name in names:
+            before = len(plan.jobs)
+            try:
+                EXPERIMENTS[name](suite, plan)
+            except _PlannedError:
+                pass
+            found = [cost(job, on) for job in plan.jobs[before:]]
+            pairs = zip(plan.jobs[before:], found, strict=True)
+            lines += [f"{name}:", *(f"  {line(job, x, on.memory)}" for job, x in pairs)]
+            costs += found
+    lines += [f"To be tuned first, which is not counted: {text}" for text in plan.to_tune]
+    hours, most = sum(x.hours for x in costs), max((x.bytes for x in costs), default=0)
+    over = sum(x.bytes > on.memory for x in costs)
+    lines.append(
+        f"{len(costs)} jobs that {out} does not have, {hours:.1f} GPU-hours, at most "
+        f"{most / GIB:.1f} GiB; {over} do not fit. Estimated on an {on.name}. {estimate.HOW}"
+    )
+    return "\n".join(lines)
