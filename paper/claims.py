@@ -37,7 +37,7 @@ TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "c10s_vit_w{}_d3_b16": (64, 128), "text_lm_w{}_d2_b8": (64, 128),
 }  # fmt: skip
 
-RESNETS = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 256, 384))
+RESNETS = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 192, 256))
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
 
 

@@ -378,7 +378,7 @@ def test_messages(tmp_path, complaint):
         (task, "say which optimizers to compare"),
         ([*task, "--who", "adamw", "--seeds", 0], "must be 1 or more"),
         ([*task, "--who", "adamw", "--device", "foo"], "device 'foo' is not there"),
-        (["task", "fashion_vit_w8_d2", "--who", "adamw"], "evaluate.py tune fashion_vit"),
+        (["task", "fashion_conv_w8_d2", "--who", "adamw"], "evaluate.py tune fashion_conv"),
         (["width", "--who", "mulo_m", ROOT / "weights" / "mulo_m.pt"], "two runs of one recipe"),
     ):
         assert reason in complaint(evaluate, *flags)
