@@ -7,21 +7,19 @@
 the other. State is kept in the graphs' memory layout: a step transposes only parameters and
 gradients. VeLO's LSTM stays in torch: its loss features cancel in float32.
 
-onnxruntime broadcasts, accepts empty tensors and NaNs, and falls back to the CPU silently where it
-cannot use CUDA. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA
+onnxruntime broadcasts, accepts empty tensors and NaNs, and falls back to the CPU where it cannot
+use CUDA. So `Session` checks its inputs, and which provider runs. onnxruntime-gpu 1.31 needs CUDA
 13 and cuDNN 9. It works on a torch stream, so that only the checks of every 100th step sync.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import tempfile
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime
 import torch
 from torch import Tensor, nn
@@ -50,46 +48,27 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return bool(torch.stack([x.sum(dtype=torch.float32) for x in tensors]).isfinite().all())
 
 
-def why_no_cuda() -> str:
-    """onnxruntime's own words, which it only logs; it raises them if told to load its library."""
-    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
-        try:
-            onnxruntime.register_execution_provider_library("CUDA", str(file))
-        except Exception as error:  # onnxruntime raises many types, none of them public
-            return str(error)
-    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
-
-
 def open_graph(
     path: str | Path, options: onnxruntime.SessionOptions, provider: str, settings: dict[str, str]
 ) -> onnxruntime.InferenceSession:
-    """Open a graph with this provider, or quote why onnxruntime cannot."""
+    """Open a graph with this provider; raise where onnxruntime would fall back to the CPU."""
     try:
-        given = path, options, [(provider, settings)]
-        session = onnxruntime.InferenceSession(*given, enable_fallback=False)
+        session = onnxruntime.InferenceSession(
+            path, options, [(provider, settings)], enable_fallback=False
+        )
+        if session.get_providers()[0] == provider:
+            return session
+        reason = (
+            f"its providers are {', '.join(onnxruntime.get_available_providers())}; see its log"
+        )
     except RuntimeError as error:  # CUDA has no driver or no GPU
-        session, reason = None, str(error)
+        reason = str(error)
     except Exception as error:
         wrong = f"{path} is damaged or not an ONNX file ({error})"
         raise ValueError(f"{wrong}: export it anew.") from error
-    if session and session.get_providers()[0] == provider:
-        return session
-    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here"
+    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
     fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
-    raise RuntimeError(f"{cannot} ({why_no_cuda() if session else reason}): {fix}.")
-
-
-def copies(graph: onnx.GraphProto) -> list[str]:
-    """The copies around nodes that have no CUDA kernel, each by the operators at its CPU end."""
-    found = []
-    for node in graph.node:
-        if node.op_type == "MemcpyToHost":
-            found.append(" and ".join(x.op_type for x in graph.node if node.output[0] in x.input))
-        elif node.op_type == "MemcpyFromHost":
-            found.append(" and ".join(x.op_type for x in graph.node if node.input[0] in x.output))
-        for attribute in node.attribute:
-            found += copies(attribute.g)  # the body of a Loop
-    return found
+    raise RuntimeError(f"{cannot}: {fix}.")
 
 
 class Session:
@@ -110,7 +89,8 @@ class Session:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
-        options.log_severity_level = 4  # errors are raised
+        if not cuda:  # on CUDA it logs which nodes it leaves to the CPU, and why it cannot start
+            options.log_severity_level = 4  # errors are raised
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
         if block or cuda:
@@ -124,14 +104,7 @@ class Session:
             settings["device_id"] = str(self.device.index)
             settings["user_compute_stream"] = str(self.stream.cuda_stream)
             self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        with tempfile.TemporaryDirectory() as folder:
-            if cuda:
-                options.optimized_model_filepath = str(Path(folder, "placed.onnx"))
-            self.session = open_graph(path, options, provider, settings)
-            if found := cuda and copies(onnx.load(options.optimized_model_filepath).graph):
-                what = f"copies {len(found)} values per call between CPU and GPU"
-                near = ", ".join(sorted(set(found)))
-                warnings.warn(f"onnxruntime {what} in {path}, next to {near}.", stacklevel=4)
+        self.session = open_graph(path, options, provider, settings)
         meta = self.session.get_modelmeta()
         self.config = export.read_config(meta.custom_metadata_map.get("mulo", ""), path)
         self.kind = meta.graph_name
@@ -192,18 +165,22 @@ def as_in_graph(x: Tensor, dims: Dims) -> Tensor:
     return x.movedim(dims, (-2, -1)) if dims else x
 
 
-class Laid:
+@dataclasses.dataclass
+class GraphStack(Stack):
     """A Stack of one tensor, with views of it in the order of axes of its graph."""
 
-    def __init__(self, stack: Stack):
-        self.stack, self.p, self.acc, self.dims = stack, stack.p, stack.acc, stack.dims
-        self.kind = "tensor" if stack.dims else "vector"
-        given = {"p": stack.p, **stack.acc._asdict()}
-        self.views = {k: as_in_graph(x, stack.dims) for k, x in given.items()}
+    def __post_init__(self):
+        for name, value in self.acc._asdict().items():
+            check_finite(f"the optimizer's state {name}", value)
+        self.kind = "tensor" if self.dims else "vector"
+        tensors = {"p": self.p, **self.acc._asdict()}
+        self.views = {k: as_in_graph(x, self.dims) for k, x in tensors.items()}
 
 
 class OrtMuLO(MuLO):
     """`mulo.MuLO` whose step runs in onnxruntime; `exported` is the .json that export.py wrote."""
+
+    stack_class = GraphStack
 
     def __init__(
         self,
@@ -234,10 +211,6 @@ class OrtMuLO(MuLO):
             self._sessions[kind] = Session(self._file(f"{kind}.onnx"), self.device, self.threads)
         return self._sessions[kind]
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._laid: dict[nn.Parameter, Laid] = {}
-
     def __getstate__(self) -> dict:
         names = ("path", "about", "device", "threads")
         return super().__getstate__() | {k: getattr(self, k) for k in names} | {"_sessions": {}}
@@ -261,9 +234,10 @@ class OrtMuLO(MuLO):
         return state
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
-        """Check the parameters; this comes before anything is changed."""
+        """Check the parameters and open their graphs, before anything is changed."""
         found = super()._with_gradients()
         for p, group in found:
+            self.session("tensor" if p.ndim > 1 else "vector")
             if p.device != self.device:
                 where = f"a parameter is on {p.device}, the optimizer on '{self.device}'"
                 raise RuntimeError(f"{where}: move the model, or pass OrtMuLO the device.")
@@ -277,17 +251,8 @@ class OrtMuLO(MuLO):
             raise ValueError("a parameter has NaN or infinite entries: go back to a checkpoint.")
         return found
 
-    def _stack(self, p: nn.Parameter, group: dict) -> Laid:
-        stack, kept = super()._stack(p, group), self._laid.get(p)
-        if kept is None or kept.stack is not stack:
-            for name, value in stack.acc._asdict().items():
-                check_finite(f"the optimizer's state {name}", value)
-            kept = self._laid[p] = Laid(stack)
-            self.session(kept.kind)
-        return kept
-
     def _advance(
-        self, _, weights: Weights, stacks: list[Laid], grads: list[Tensor], values: Tensor
+        self, _, weights: Weights, stacks: list[GraphStack], grads: list[Tensor], values: Tensor
     ) -> Tensor | int:
         """Run the graphs on all tensors; returns how many gradient entries are not finite."""
         groups: dict[tuple, list[int]] = {}
@@ -333,5 +298,5 @@ class OrtMuLO(MuLO):
                 a, b = old[0].squeeze(), new.squeeze()
                 a.T.copy_(b.T) if a.ndim == 2 else a.copy_(b)
 
-    def _param_scale(self, x: Laid) -> Tensor:
+    def _param_scale(self, x: GraphStack) -> Tensor:
         return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)

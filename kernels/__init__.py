@@ -57,11 +57,6 @@ SETTINGS = np.dtype(  # what is the same for all tensors of a call: `struct Sett
 )
 
 
-def check_name(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}.")
-
-
 # ---------------------------------------------------------------- which backend
 
 

@@ -13,6 +13,7 @@ from user_models import MLP, loss_of, make, small, task, train, values, velo
 
 import features
 import mulo
+from kernels import folded
 from mulo import LOConfig
 
 # The suggested tolerances on parameters. Where updates are as large as the parameters, float32
@@ -425,7 +426,7 @@ def test_step_is_pure_and_differentiable():
     acc = features.init_accumulators(p, dims)
     before = copy.deepcopy((phi, acc, p, g))
     direction = torch.randn_like(phi["w0"])
-    for step in mulo.PURE.values():
+    for step in (mulo.step, folded.step):
 
         def loss(w0, step=step):
             rest = torch.zeros(1), torch.ones(1), dims

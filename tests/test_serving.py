@@ -4,12 +4,10 @@ import copy
 import json
 import math
 import pickle
-import re
 import shutil
 from functools import partial
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import torch
@@ -58,20 +56,15 @@ def test_inputs_are_checked(exported):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_cuda_is_not_taken_for_granted(exported, capfd):
-    """The error quotes what onnxruntime logs, or says what it is built for."""
+def test_cuda_is_not_taken_for_granted(exported):
+    """The error says what onnxruntime can use."""
     for make in (
         partial(Session, exported / "mulo_m.vector.onnx"),
         partial(OrtMuLO, [nn.Parameter(torch.ones(3))], exported),
     ):
-        with pytest.raises(RuntimeError, match="install onnxruntime-gpu with its") as caught:
+        providers = ", ".join(onnxruntime.get_available_providers())
+        with pytest.raises(RuntimeError, match=rf"providers are {providers}; .*: install onnx"):
             make(device="cuda")
-        [reason] = re.findall(r"cannot run on CUDA here \((.*)\): install", str(caught.value))
-        if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-            assert len(reason) > 40
-            assert reason in capfd.readouterr().err
-        else:
-            assert reason == "its providers are " + ", ".join(onnxruntime.get_available_providers())
 
 
 def test_cuda_that_fails_as_it_starts_is_quoted(exported, monkeypatch):
@@ -83,31 +76,6 @@ def test_cuda_that_fails_as_it_starts_is_quoted(exported, monkeypatch):
     monkeypatch.setattr(onnxruntime, "InferenceSession", fail)
     with pytest.raises(RuntimeError, match=r"here \(CUDA failure 35: driver .*\): install"):
         Session(exported / "mulo_m.vector.onnx", device="cuda")
-
-
-def with_copies(graph):
-    """Put its first MatMul on the CPU, as onnxruntime does: Memcpy nodes before and after it."""
-    [k, node] = next((k, x) for k, x in enumerate(graph.node) if x.op_type == "MatMul")
-    made, given = node.output[0], node.input[1]
-    node.input[1], node.output[0] = "given_on_cpu", "made_on_cpu"
-    before = onnx.helper.make_node("MemcpyToHost", [given], ["given_on_cpu"])
-    after = onnx.helper.make_node("MemcpyFromHost", ["made_on_cpu"], [made])
-    graph.node.insert(k + 1, after)
-    graph.node.insert(k, before)
-
-
-def test_copies_between_cpu_and_gpu_are_found(exported, tmp_path):
-    """In what onnxruntime writes of a real graph, and in the body of its Loop."""
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "placed.onnx")
-    onnxruntime.InferenceSession(exported / "mulo_m.tensor.onnx", options, ["CPUExecutionProvider"])
-    graph = onnx.load(tmp_path / "placed.onnx").graph
-    assert serving.copies(graph) == []
-    with_copies(graph)
-    assert serving.copies(graph) == ["MatMul", "MatMul"]
-    [loop] = [node for node in graph.node if node.op_type == "Loop"]
-    with_copies(next(x.g for x in loop.attribute if x.name == "body"))
-    assert serving.copies(graph) == ["MatMul"] * 4
 
 
 @pytest.fixture
@@ -131,10 +99,6 @@ def cuda(monkeypatch):
         def __init__(self, path, options, providers, enable_fallback):
             events.append(providers)
             super().__init__(path, options, ["CPUExecutionProvider"])
-            model = onnx.load(options.optimized_model_filepath)
-            if "tensor" in str(path):
-                with_copies(model.graph)
-            onnx.save(model, options.optimized_model_filepath)
 
         def get_providers(self):
             return ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -168,7 +132,7 @@ class NoListIndex(TorchDispatchMode):
 
 
 def test_steps_on_cuda_have_no_host_sync(exported, cuda):
-    """Streams wait for one another around every call, and nodes on the CPU are warned of."""
+    """Streams wait for one another around every call."""
     params = [nn.Parameter(torch.ones(s)) for s in ((3,), (4, 5), (4, 5), (2, 3, 7))]
     opt = OrtMuLO(params, exported, device="cuda")
     [[(provider, settings)]] = cuda
@@ -177,8 +141,7 @@ def test_steps_on_cuda_have_no_host_sync(exported, cuda):
     assert settings["user_compute_stream"] == "1234"
     for p in params:
         p.grad = torch.ones_like(p)
-    with pytest.warns(UserWarning, match=r"2 values per call .*tensor\.onnx, next to MatMul\."):
-        opt._sessions["tensor"] = Session(exported / "mulo_m.tensor.onnx", "cuda")
+    opt._sessions["tensor"] = Session(exported / "mulo_m.tensor.onnx", "cuda")
     opt.step()
     cuda.clear()
     with NoListIndex():
