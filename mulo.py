@@ -272,7 +272,8 @@ def step(
 ) -> tuple[Accumulators, Tensor]:
     """One step of S equal-shaped tensors: accumulate, build the features, normalise, MLP, update.
 
-    Pure. This is the text; the other backends compute the same and are tested against it.
+    A pure function, written to be read. The other backends compute the same and are tested
+    against it.
     """
     eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
     p, g = features.wide(p), features.clean(g, features.CLIP[config.net]).to(acc.V)

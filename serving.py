@@ -7,9 +7,10 @@
 the other. State is kept in the graphs' memory layout: a step transposes only parameters and
 gradients. VeLO's LSTM stays in torch: its loss features cancel in float32.
 
-onnxruntime broadcasts, accepts empty tensors and NaNs, and falls back to the CPU where it cannot
-use CUDA. So `Session` checks its inputs, and which provider runs. onnxruntime-gpu 1.31 needs CUDA
-13 and cuDNN 9. It works on a torch stream, so that only the checks of every 100th step sync.
+onnxruntime broadcasts, accepts empty tensors, and falls back to the CPU where it cannot use CUDA.
+So `Session` checks its inputs, and which provider runs. `OrtMuLO` checks for NaN. onnxruntime-gpu
+1.31 needs CUDA 13 and cuDNN 9. It works on a torch stream, so that only the checks of every 100th
+step sync.
 """
 
 from __future__ import annotations
@@ -32,15 +33,6 @@ from mulo import MuLO, Stack, Weights
 
 TOGETHER = 2**18  # entries that tensors of one call have together; larger tensors go alone
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-
-
-def check_finite(name: str, x: Tensor) -> None:
-    """Raise unless all entries are finite, and not negative where they are means of squares."""
-    low, high = (float(v) for v in torch.aminmax(x))
-    finite = math.isfinite(low) and math.isfinite(high)
-    if not finite or (low < 0 and name.split()[-1] in ("V", "r", "c")):
-        wrong = "negative" if finite else "NaN or infinite"
-        raise ValueError(f"{name} has {wrong} entries: go back to a checkpoint.")
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
@@ -136,13 +128,9 @@ class Session:
             raise ValueError(f"{wrong}: transpose, so that the largest axis is last.")
         return sizes
 
-    def run(
-        self, inputs: dict[str, Tensor], finite: Iterable[str] | None = None
-    ) -> dict[str, Tensor]:
-        """Run the graph. Inputs in `finite` must be finite; by default all but g and the loss."""
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the graph, on inputs that pass `check`."""
         sizes = self.check(inputs)
-        for name in inputs.keys() - {"g", "loss"} if finite is None else finite:
-            check_finite(name, inputs[name])
         outputs = {
             k: torch.empty([sizes.get(d, d) for d in s], dtype=torch.float32, device=self.device)
             for k, s in self.outputs.items()
@@ -170,8 +158,10 @@ class GraphStack(Stack):
     """A Stack of one tensor, with views of it in the order of axes of its graph."""
 
     def __post_init__(self):
-        for name, value in self.acc._asdict().items():
-            check_finite(f"the optimizer's state {name}", value)
+        for name, x in self.acc._asdict().items():
+            if not x.isfinite().all():
+                wrong = f"the optimizer's state {name} has NaN or infinite entries"
+                raise ValueError(f"{wrong}: go back to a checkpoint.")
         self.kind = "tensor" if self.dims else "vector"
         tensors = {"p": self.p, **self.acc._asdict()}
         self.views = {k: as_in_graph(x, self.dims) for k, x in tensors.items()}
@@ -192,10 +182,10 @@ class OrtMuLO(MuLO):
         device: str | torch.device = "cpu",
         threads: int | None = None,
     ):
-        found = export.sidecars(exported)
-        if len(found) != 1:
-            raise ValueError(f"{exported} has {len(found)} optimizers: give the .json of one.")
-        [(self.path, self.about)] = found  # with digests: later changes of files are refused
+        sidecars = export.sidecars(exported)
+        if len(sidecars) != 1:
+            raise ValueError(f"{exported} has {len(sidecars)} optimizers: give the .json of one.")
+        [(self.path, self.about)] = sidecars  # with digests: later changes of files are refused
         self.device, self.threads = torch.device(device), threads
         self._sessions: dict[str, Session] = {}
         lo = checkpoints.load(self._file("pt"))
@@ -235,8 +225,8 @@ class OrtMuLO(MuLO):
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         """Check the parameters and open their graphs, before anything is changed."""
-        found = super()._with_gradients()
-        for p, group in found:
+        params = super()._with_gradients()
+        for p, group in params:
             self.session("tensor" if p.ndim > 1 else "vector")
             if p.device != self.device:
                 where = f"a parameter is on {p.device}, the optimizer on '{self.device}'"
@@ -247,9 +237,9 @@ class OrtMuLO(MuLO):
             if not math.isfinite(group["lr"] * group["scale"]):
                 raise ValueError(f"lr={group['lr']} is not finite: lower it.")
         often = self.device.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
-        if found and often and not all_finite([p.detach() for p, _ in found]):
+        if params and often and not all_finite([p.detach() for p, _ in params]):
             raise ValueError("a parameter has NaN or infinite entries: go back to a checkpoint.")
-        return found
+        return params
 
     def _advance(
         self, _, weights: Weights, stacks: list[GraphStack], grads: list[Tensor], values: Tensor
@@ -267,15 +257,15 @@ class OrtMuLO(MuLO):
         return sum((~g.isfinite()).sum() for g in grads)
 
     def _run(self, kind, stacks, grads, weights, values, index: list[int]) -> None:
-        """Run the graph once for the tensors of this index, and store its results."""
+        """Run the graph once for these tensors together, and store its results."""
         some = [stacks[n] for n in index]
 
         def gather(parts: list[Tensor]) -> Tensor:
             if len(parts) > 1:
                 x = torch.cat(parts).float()
-            else:  # torch is fast if it transposes two axes
+            else:  # squeezed to two axes, which torch transposes fast
                 x = parts[0].squeeze().float().contiguous().view(parts[0].shape)
-            lead = x.ndim - some[0].p.ndim + 1  # e is all axes between these and m
+            lead = x.ndim - some[0].p.ndim + 1  # the axes between the first `lead` and m become e
             return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
 
         inputs = {k: gather([x.views[k] for x in some]) for k in some[0].views}
@@ -288,13 +278,13 @@ class OrtMuLO(MuLO):
             phi = {k: w[0] for k, w in weights.phi.items() if k[0] in "wb"}
             inputs |= {k: torch.cat([w[n : n + 1] for n in index]) for k, w in phi.items()}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
-        outputs = self.session(kind).run(inputs, finite=())
+        outputs = self.session(kind).run(inputs)
         for k in some[0].views:
             old = [x.views[k] for x in some]
             new = outputs[f"new_{k}"].reshape(-1, *old[0].shape[1:])
             if len(old) > 1:
                 torch._foreach_copy_(old, new.split(1))
-            else:  # torch is fast if the target is contiguous
+            else:  # written in the target's order, which is fast
                 a, b = old[0].squeeze(), new.squeeze()
                 a.T.copy_(b.T) if a.ndim == 2 else a.copy_(b)
 
