@@ -81,7 +81,7 @@ class Session:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
-        if not cuda:  # on CUDA it logs which nodes it leaves to the CPU, and why it cannot start
+        if not cuda:  # on CUDA it warns of nodes on the CPU, with copies before and after them
             options.log_severity_level = 4  # errors are raised
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
