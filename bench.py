@@ -83,14 +83,12 @@ class Table:
         return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)]).rstrip() + "\n"
 
 
-def bar(text: str, got: float | str, most: float = math.inf, least: float = 0.0) -> str:
-    if isinstance(got, str):
-        return f"Bar: {text}: not measured."
+def bar(text: str, got: float, most: float = math.inf, least: float = 0.0) -> str:
     return f"Bar: {text}: {got:.2f}, {'met' if least <= got <= most else 'MISSED'}."
 
 
 def restart_with_kept_memory() -> None:
-    """Start anew with an allocator that keeps what is freed (glibc reads this at the start)."""
+    """Restart with an allocator that keeps freed memory: glibc reads its settings at the start."""
     if any(os.environ.get(k) != v for k, v in KEEP_MEMORY.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY | QUIET)
 
@@ -155,8 +153,8 @@ def extra_resident(run: Callable[[], None]) -> int:
 def machine(device: str = "cpu") -> str:
     path = Path("/proc/cpuinfo")
     info = path.read_text() if path.exists() else ""
-    found = re.search(r"model name\s*: (.*)", info)
-    name = found[1] if found else platform.processor() or platform.machine()
+    model = re.search(r"model name\s*: (.*)", info)
+    name = model[1] if model else platform.processor() or platform.machine()
     name += ", AVX-512" if "avx512f" in info else ""
     if device != "cpu":
         name = f"{torch.cuda.get_device_name()}, {name}"
@@ -168,20 +166,20 @@ def machine(device: str = "cpu") -> str:
 def keep(section: str, tables: list[Table], device: str = "cpu", folder: Path = FOLDER) -> None:
     """Replace a section of results/bench.json, and write BENCHMARKS.md anew."""
     path = folder / "results" / "bench.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    sections = json.loads(path.read_text()) if path.exists() else {}
     name = section if device == "cpu" else f"{section}, {device}"
-    kept[name] = {"machine": machine(device), "tables": [dataclasses.asdict(t) for t in tables]}
+    sections[name] = {"machine": machine(device), "tables": [dataclasses.asdict(t) for t in tables]}
     path.parent.mkdir(exist_ok=True)
-    write_atomically(path, json.dumps(kept, indent=1))
-    write_atomically(folder / "BENCHMARKS.md", written(kept))
+    write_atomically(path, json.dumps(sections, indent=1))
+    write_atomically(folder / "BENCHMARKS.md", written(sections))
 
 
-def written(kept: dict[str, dict]) -> str:
+def written(sections: dict[str, dict]) -> str:
     """BENCHMARKS.md, from what results/bench.json holds."""
     text = ["# Benchmarks", "", "Sections are written by the commands in their titles.", "", METHOD]
-    for name in sorted(kept, key=[*COMMANDS, *kept].index):
-        text += [f"## python bench.py {name}", "", f"{kept[name]['machine']}.", ""]
-        text += [Table(**table).text() for table in kept[name]["tables"]]
+    for name in sorted(sections, key=[*COMMANDS, *sections].index):
+        text += [f"## python bench.py {name}", "", f"{sections[name]['machine']}.", ""]
+        text += [Table(**table).text() for table in sections[name]["tables"]]
     return "\n".join(text)
 
 
@@ -206,15 +204,15 @@ def contestants_for(
     shapes: Shapes, hidden: int, device: str = "cpu", backends: tuple[str, ...] = BACKENDS[:2]
 ) -> Runs:
     """Names and steps: ours, AdamW's, and PyLO's if it is installed."""
-    found = {f"μLO {b}, H={hidden}": our_step(shapes, hidden, b, device) for b in backends}
+    steps = {f"μLO {b}, H={hidden}": our_step(shapes, hidden, b, device) for b in backends}
     for kind in ("foreach", "fused"):
         options = {"lr": 1e-6, "weight_decay": 0.01, kind: True}
-        found[f"AdamW {kind}"] = torch.optim.AdamW(parameters_of(shapes, device), **options).step
+        steps[f"AdamW {kind}"] = torch.optim.AdamW(parameters_of(shapes, device), **options).step
     with contextlib.suppress(ImportError):
         from pylo.optim import AdafacLO_naive
 
-        found["PyLO, naive"] = AdafacLO_naive(parameters_of(shapes, device)).step
-    return found
+        steps["PyLO, naive"] = AdafacLO_naive(parameters_of(shapes, device)).step
+    return steps
 
 
 def compare(
@@ -241,7 +239,7 @@ def compare(
         rows[name] = [took * 1e9 / n, took / best["AdamW foreach"], faster, extra]
     _, slower, _, extra = rows[f"μLO kernel, H={hidden}"]
     notes = [bar(f"at most {most}x AdamW foreach", slower, most)] if most else []
-    if most_bytes:
+    if most_bytes and device == "cpu":
         notes.append(bar(f"at most {most_bytes} extra bytes per parameter", extra, most_bytes))
     head = ["ns/param", "x AdamW foreach", "x faster than literal", "extra bytes/param"]
     title = f"{title}: {n:,} parameters in {len(shapes)} tensor(s), H = {hidden}"
@@ -399,8 +397,10 @@ def straightforward(particles: pes.Particles) -> Callable:
 
 def bench_metatrain(repeats: int, device: str) -> list[Table]:
     names = {"stacked, kernel": "auto", "stacked, folded": "folded", "vmap, literal": "literal"}
-    recipes = {k: metatrain.recipe("mulo_m", backend=backend) for k, backend in names.items()}
-    trainers = {name: pes.Trainer(r, metatrain.new_lo(r)) for name, r in recipes.items()}
+    trainers = {}
+    for name, backend in names.items():
+        recipe = metatrain.recipe("mulo_m", backend=backend)
+        trainers[name] = pes.Trainer(recipe, metatrain.new_lo(recipe))
     for [particles] in trainers["vmap, literal"].particles:
         particles.inner_step = straightforward(particles)
         particles.opt.prepare = lambda phi: phi
@@ -458,9 +458,9 @@ def bench_gpu(repeats: int, device: str) -> list[Table]:
     configs["VeLO, H=4"] = mulo.LOConfig(net="velo", hidden_size=4)
     tables = []
     for name, config in configs.items():
-        found = {a: ahead.compiled(config, a) for a in ahead.ARCHITECTURES}
-        rows = {f"{a}: {k}": row for a, each in found.items() for k, row in each.items()}
-        took = ahead.estimate(found["sm_86"]) * 1e9
+        measured = {a: ahead.compiled(config, a) for a in ahead.ARCHITECTURES}
+        rows = {f"{a}: {k}": row for a, each in measured.items() for k, row in each.items()}
+        took = ahead.estimate(measured["sm_86"]) * 1e9
         notes = [
             f"Estimated on an A6000 (768 GB/s, 38.7 TFLOP/s), not measured: {took:.3f} ns/param of "
             "a large matrix, each pass at the longer of its bytes and its instructions.",

@@ -88,14 +88,14 @@ def load(name: str | os.PathLike, **changes) -> LO:
         fix = "for weights of other projects use mulo.from_pylo or mulo.from_reference"
         raise ValueError(f"{path} was not written by mulo.save: {fix}.")
     if content.get("version") != VERSION:
-        found, fix = content.get("version"), "use the release that wrote it, or save it again"
-        raise ValueError(f"{path} has format version {found}, this code reads {VERSION}: {fix}.")
+        version = f"format version {content.get('version')}, this code reads {VERSION}"
+        raise ValueError(f"{path} has {version}: use the release that wrote it, or save it again.")
     try:
-        config, weights = content["config"], content["weights"]
-        if content["sha256"] != _sha256(config, weights):
+        config, weights = LOConfig(**content["config"]), content["weights"]
+        if content["sha256"] != _sha256(content["config"], weights):
             raise ValueError("its checksum is wrong")
-        inputs, known = count_inputs(weights), LOConfig(**config).num_features
-        lo = build(LOConfig(**config), weights) if inputs == known else None
+        inputs = weights["bank_w0" if config.net == "velo" else "w0"].shape[-2]
+        lo = build(config, weights) if inputs == config.num_features else None
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as e:
         why = str(e).partition("\n")[0]  # torch adds a stack trace
         raise ValueError(
@@ -103,14 +103,10 @@ def load(name: str | os.PathLike, **changes) -> LO:
         ) from None
     if lo is None:
         raise ValueError(
-            f"{path} was meta-trained with {inputs} features, this code has {known}: meta-train "
-            "anew, or use the release that made it."
+            f"{path} was meta-trained with {inputs} features, this code has {config.num_features}: "
+            "meta-train anew, or use the release that made it."
         )
     lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
-    known = [f.name for f in dataclasses.fields(LOConfig)]
-    unknown = changes.keys() - known
-    if unknown:
-        raise TypeError(f"no {unknown.pop()!r} in a config: use one of {', '.join(known)}.")
     return lo.with_config(**changes) if changes else lo
 
 
@@ -125,11 +121,8 @@ def about(name: str | os.PathLike) -> dict:
     return {} if path.suffix == ".npz" else _read(path).get("about", {})
 
 
-LATER = {
-    "input_base": None,
-    "by_channels": False,
-    "multipliers": False,
-}  # fields that the first files do not have
+# Fields that the first files do not have.
+LATER = {"input_base": None, "by_channels": False, "multipliers": False}
 
 
 def _sha256(config: dict, weights: Phi) -> str:
@@ -154,11 +147,6 @@ def _read(path: Path) -> dict:
     return content
 
 
-def count_inputs(weights: Phi) -> int:
-    """How many features the per-parameter network takes: w0 is (F, h), VeLO's bank (K, F, h)."""
-    return weights["bank_w0" if "bank_w0" in weights else "w0"].shape[-2]
-
-
 def build(config: LOConfig, weights: Phi) -> LO:
     """A SmallFC or VeLO with these weights, whose names and shapes must fit the config."""
     make = {"small_fc": SmallFC, "velo": VeLO}[config.net]
@@ -180,17 +168,14 @@ def build(config: LOConfig, weights: Phi) -> LO:
     return lo
 
 
-def _config(given: dict, found: dict) -> LOConfig:
-    """A config from the fields the user gives and those found in the weights."""
-    for name in found.keys() & given.keys():
-        if given[name] != found[name]:
+def _config(given: dict, sizes: dict) -> LOConfig:
+    """A config from the fields the user gives and those that follow from the weights."""
+    for name in sizes.keys() & given.keys():
+        if given[name] != sizes[name]:
             raise ValueError(
-                f"{name}={given[name]!r}, but the weights have {found[name]!r}: leave it out."
+                f"{name}={given[name]!r}, but the weights have {sizes[name]!r}: leave it out."
             )
-    unknown = given.keys() - {f.name for f in dataclasses.fields(LOConfig)}
-    if unknown:
-        raise TypeError(f"unknown config fields {sorted(unknown)}: LOConfig lists them all.")
-    return LOConfig(**(given | found))
+    return LOConfig(**(given | sizes))
 
 
 # Names in the released files: haiku's tree of modules, joined by slashes.
@@ -206,7 +191,7 @@ def from_reference(arrays: dict, **config) -> LO:
     small_fc has w0, b0, ..., momentum_decays, rms_decays, adafactor_decays. VeLO has rnn/<layer>/w
     and /b, ff/w0, ..., lstm_init_hidden, lstm_init_cell; its unused third output and unused layer
     are dropped. The names of the released tree (rnn_params/..., ff_mod_stack/~/w0__0, ...) do as
-    well. `config` gives lam1, lam2 and other fields of LOConfig, but for the sizes, which
+    well. `config` gives lam1, lam2 and other fields of LOConfig, except for the sizes, which
     follow from the arrays.
     """
     a = {k: torch.as_tensor(x).float() for k, x in arrays.items() if not k.endswith("group_sizes")}
@@ -219,9 +204,9 @@ def from_reference(arrays: dict, **config) -> LO:
     if f"{prefix}w0" not in a:
         raise ValueError(f"no 'w0' or 'ff/w0' among {sorted(a)}: strip the prefix of the names.")
     w0, layers = a[f"{prefix}w0"], sum(f"{prefix}w{k}" in a for k in range(len(a)))
-    found = {"hidden_size": w0.shape[-1], "hidden_layers": layers - 1}
+    sizes = {"hidden_size": w0.shape[-1], "hidden_layers": layers - 1}
     if not prefix:
-        return build(_config(config, found | {"net": "small_fc"}), a)
+        return build(_config(config, sizes | {"net": "small_fc"}), a)
     try:
         phi = {f"bank_{n}{k}": a[f"ff/{n}{k}"] for k in range(layers) for n in "wb"}
         for name in (f"bank_w{layers - 1}", f"bank_b{layers - 1}"):
@@ -231,9 +216,9 @@ def from_reference(arrays: dict, **config) -> LO:
         phi |= {"hidden0": a["lstm_init_hidden"], "cell0": a["lstm_init_cell"]}
     except KeyError as error:
         raise ValueError(f"VeLO's array {error} is missing: give its whole checkpoint.") from None
-    found |= {"lstm_hidden": phi["hidden0"].shape[-1], "param_inits": w0.shape[0], "net": "velo"}
-    found |= {"spec": "paper"} if w0.shape[1] == 29 else {}
-    return build(_config(config, found), phi)
+    sizes |= {"lstm_hidden": phi["hidden0"].shape[-1], "param_inits": w0.shape[0], "net": "velo"}
+    sizes |= {"spec": "paper"} if w0.shape[1] == 29 else {}
+    return build(_config(config, sizes), phi)
 
 
 def _load_npz(path: Path, config: dict) -> LO:
@@ -303,15 +288,15 @@ def check_optimizer_state(opt: MuLO, state_dict: dict) -> list[tuple[nn.Paramete
             f"the state_dict has groups of {saved_sizes} parameters, not of {sizes}: {fix}"
         )
     ids = [k for group in groups for k in group["params"]]
-    mine = [(p, group) for group in opt.param_groups for p in group["params"]]
-    found = [(k, *owner) for k, owner in zip(ids, mine, strict=True) if state.get(k)]
-    for k, p, group in found:
+    params = [(p, group) for group in opt.param_groups for p in group["params"]]
+    saved = [(k, *owner) for k, owner in zip(ids, params, strict=True) if state.get(k)]
+    for k, p, group in saved:
         new = opt.new_state(torch.empty_like(p, device="meta"), group["out_axis"])
         shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
         if shapes != {name: x.shape for name, x in new.items()}:
             name = name_of(p, group)
             raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
-    forgot = set(state.get("loss", ())) != set(LossBuffer._fields)
-    if isinstance(opt.lo, VeLO) and found and forgot:
+    no_losses = set(state.get("loss", ())) != set(LossBuffer._fields)
+    if isinstance(opt.lo, VeLO) and saved and no_losses:
         raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
-    return [(p, state[k]) for k, p, _ in found]
+    return [(p, state[k]) for k, p, _ in saved]

@@ -263,8 +263,9 @@ def epsilons(config: LOConfig) -> dict:
         V = {"times": "mean(V), mean(r)", "1/sqrt(V)": 1e-2, "M/sqrt(V)": 1e-8}
         return V | {"r, c": 1e-2, "F": 1e-8}
     times = "eps_scale" if config.eps == "fan_in" else 1
-    found = {"times": times, "V": 1e-6, "r, c": 1e-8, "g^2": 1e-30, "F": 1e-9}
-    return found | {"F*M of vectors": 0.0 if config.net == "velo" else 1e-6, "RMS": config.eps_rms}
+    F_mom = 0.0 if config.net == "velo" else 1e-6
+    fixed = {"times": times, "V": 1e-6, "r, c": 1e-8, "g^2": 1e-30, "F": 1e-9}
+    return fixed | {"F*M of vectors": F_mom, "RMS": config.eps_rms}
 
 
 def signature(lo: LO, kind: str) -> dict:
@@ -273,15 +274,15 @@ def signature(lo: LO, kind: str) -> dict:
     if kind == "hyper":
         first |= {"h": lo.hidden0[0].tolist(), "cell": lo.cell0[0].tolist()}
     inputs, outputs = shapes(lo.config, kind)
-    found = {"use": USES[kind], "inputs": [], "outputs": []}
+    said = {"use": USES[kind], "inputs": [], "outputs": []}
     for k, shape in inputs.items():
         x = {"name": k, "shape": shape, "dtype": "float32"}
         x |= {"meaning": MEANINGS[k]} if k in MEANINGS else {}
         x |= {"first": first.get(k, 0.0)} if f"new_{k}" in outputs and k != "p" else {}
-        found["inputs"].append(x)
+        said["inputs"].append(x)
     for k, shape in outputs.items():
-        found["outputs"].append({"name": k, "shape": shape, "dtype": "float32"})
-    return found
+        said["outputs"].append({"name": k, "shape": shape, "dtype": "float32"})
+    return said
 
 
 def describe(lo: LO, name: str) -> dict:
@@ -315,7 +316,7 @@ def write(
     out: str | Path,
     name: str,
     suffixes: Iterable[str] = ("onnx", "pt2", "ts"),
-    about: dict | None = None,  # to be kept with the optimizer
+    about: dict | None = None,  # saved along with the optimizer
 ) -> Path:
     """Write the files of a learned optimizer to a folder; the path of its .json, written last."""
     out, config = Path(out), describe(lo, name)
@@ -325,10 +326,7 @@ def write(
         makers[f"{name}.{kind}.pt2"] = partial(to_pt2, lo, kind, text)
     makers[f"{name}.ts"] = partial(to_torchscript, lo, text)
     makers = {k: make for k, make in makers.items() if k.rpartition(".")[2] in suffixes}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"cannot write to {out} ({error.strerror}): choose another --out.") from None
+    out.mkdir(parents=True, exist_ok=True)
     checkpoints.save(lo, out / f"{name}.pt", **(about or {}))
     for file, make in tqdm(makers.items(), f"exporting {name}", unit="file"):
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -416,7 +414,7 @@ CASES = {"first step": 0.0, "step 1e5": 1e5, "zero gradients": 7.0, "dead column
 
 
 def cases(config: LOConfig, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Inputs that a graph is checked on, each with what it is; updates are of size 1."""
+    """Inputs that a graph is checked on, each with its name; updates are of size 1."""
     generator = torch.Generator().manual_seed(0)
     fixed = {"loss": 3.0, "num_steps": 1e3, "loss_decay": features.loss_decays(1000, bugged=False)}
     fixed |= {"eps_scale": 1 / 64, "scale": 1 / (config.lam1 or 1), "decay": 0.01}
@@ -457,7 +455,7 @@ def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[flo
 
 @torch.no_grad()
 def verify(path: Path, config: dict, say: Callable[[str], None] = print) -> list[str]:
-    """Compare every file that a .json lists with its graph in float64; what is wrong."""
+    """Compare every file that a .json lists with its graph in float64; returns what is wrong."""
     name, ignored = config["name"], {"torch": "", "sha256": {}}
     lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
     if config | ignored != json.loads(json.dumps(describe(lo, name))) | ignored:
@@ -494,13 +492,13 @@ def main() -> None:
             source = checkpoints.find(args.lo)  # a run's is called lo.pt: name it by its folder
             name = source.parent.resolve().name if source.stem == "lo" else source.stem
             lo, about = checkpoints.load(source), checkpoints.about(source)
-        found = sidecars(args.verify or write(lo, args.out, name, about=about))
-        wrong = [x for file, config in found for x in verify(file, config)]
+        written = sidecars(args.verify or write(lo, args.out, name, about=about))
+        wrong = [x for file, config in written for x in verify(file, config)]
     except (ValueError, OSError) as error:
         sys.exit(f"export.py: {error}")
     if wrong:
         sys.exit("export.py: " + "\n".join(wrong))
-    print(f"{found[-1][0]}: every file agrees with the float64 step within {TOLERANCE:g}.")
+    print(f"{written[-1][0]}: every file agrees with the float64 step within {TOLERANCE:g}.")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,7 @@ BETA_M, BETA_V, BETA_RC = (0.9, 0.99, 0.999), (0.999,), (0.9, 0.99, 0.999)
 TINY = 1e-28  # a mean square (or mean of g^2) this small counts as zero
 CLIP = {"small_fc": 1e15, "velo": 1000.0}  # of gradients; sums of g^2 beyond 1e30 could overflow
 
-Phi = dict[
-    str, Tensor
-]  # the weights of a learned optimizer, with a leading axis: S, or 1 if shared
+Phi = dict[str, Tensor]  # weights of a learned optimizer, with a leading axis: S, or 1 if shared
 Dims = tuple[int, int] | None  # (d1, d0) as negative axes; None for rank 0 and 1
 
 
@@ -74,12 +72,12 @@ class Eps(NamedTuple):
 @functools.cache
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant tensor, created once per device: copying a list to a GPU syncs with it."""
-    with torch.inference_mode(False):  # it outlives the mode of its first caller
+    with torch.inference_mode(False):  # later callers may not be in inference mode
         return torch.tensor(values, dtype=dtype, device=device)
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:
-    """x on the device, without waiting for it: from pinned memory, as part of its stream."""
+    """Copy x to the device without a host sync: from pinned memory, in the current stream."""
     device = torch.device(device)
     x = x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x
     return x.to(device, non_blocking=True)
@@ -233,10 +231,10 @@ def feature_names(kind: str) -> tuple[str, ...]:
     """The name of each of the network's inputs, in order: 39 for small_fc, 30 (29) for VeLO."""
     one = torch.ones(1, 1, 1)
     acc = init_accumulators(one, (-2, -1))
-    found = parameter_features(one, one, acc, (-2, -1), Eps("reference", 1e-5), kind)
+    inputs = parameter_features(one, one, acc, (-2, -1), Eps("reference", 1e-5), kind)
     names = [
         f"{name}{k + 1}" if x.shape[1] > 1 else name
-        for name, x in found.items()
+        for name, x in inputs.items()
         for k in range(x.shape[1])
     ]
     return (*names, *(f"t/{x}" for x in TIMESCALES if kind == "small_fc"))
@@ -276,11 +274,6 @@ def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[T
         return F, F
     # DIVERGES: the reference's VeLO has no epsilon in F_mom.
     return (c + e9).rsqrt(), (c if velo else c + e6).rsqrt()
-
-
-def mean_square(x: Tensor) -> Tensor:
-    """Mean of x^2 per tensor and feature, (S, F); size-1 axes need no tiling for that."""
-    return x.square().flatten(2).mean(-1)
 
 
 def inverse_rms(ms: Tensor, eps: Eps) -> Tensor:
@@ -381,14 +374,14 @@ def squash(x: Tensor) -> Tensor:
     return 0.5 * (1e-8 + (10 * x).abs()).log().clamp(-5, 5)
 
 
-def mean_squared(p: Tensor) -> Tensor:
+def mean_square(p: Tensor) -> Tensor:
     """Mean of p^2 of each tensor, (S,)."""
     return wide(p).flatten(1).square().mean(-1)
 
 
 def param_scale(p: Tensor) -> Tensor:
     """RMS of each tensor, (S,), by which VeLO multiplies its updates."""
-    return (mean_squared(p) + 1e-9).sqrt()
+    return (mean_square(p) + 1e-9).sqrt()
 
 
 def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -404,7 +397,7 @@ def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None)
     *momentum* from V, and so does the reference; with variances about the mean that is
     mean((V - m)^2) = var(V) + (mean(V) - m)^2.
     """
-    k = mean_squared(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
+    k = mean_square(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
     parts = [var_mean(x) for x in M.flatten(2).unbind(1)]  # one by one: less memory
     var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
     var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))

@@ -272,18 +272,19 @@ def step(
 ) -> tuple[Accumulators, Tensor]:
     """One step of S equal-shaped tensors: accumulate, build the features, normalise, MLP, update.
 
-    Pure. This is the text; the other backends compute the same and are tested against it.
+    A pure function, written to be read. The other backends compute the same and are tested
+    against it.
     """
     eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
     p, g = features.wide(p), features.clean(g, features.CLIP[config.net]).to(acc.V)
     shape = p.shape[1:]
     acc = features.accumulate(acc, g, dims, rates, eps)
-    found = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
-    A_hat = torch.cat([x.expand(-1, -1, *shape).flatten(2).mT for x in found.values()], -1)
+    x = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
+    A_hat = torch.cat([x_k.expand(-1, -1, *shape).flatten(2).mT for x_k in x.values()], -1)
     A = A_hat * features.inverse_rms(A_hat.square().mean(1), eps).unsqueeze(1)  # (S, n, 28)
     if config.net == "small_fc":
-        T = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)  # (S | 1, 1, 11)
-        A = torch.cat([A, T.expand(len(p), A.shape[1], -1)], -1)  # (S, n, 39)
+        x_time = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)
+        A = torch.cat([A, x_time.expand(len(p), A.shape[1], -1)], -1)  # (S, n, 39)
         scale = scale * features.annealing(t, config.t_max, config.anneal)
     d, m = mlp(phi, A, config.hidden_layers).unflatten(1, shape).unbind(-1)  # (S, *shape) each
     update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
@@ -291,12 +292,9 @@ def step(
     return acc, new_p
 
 
-PURE = {"literal": step, "folded": folded.step}  # backends that are one pure function
-
-
 @dataclasses.dataclass
 class Stack:
-    """P tensors of one shape with their accumulators, which `advance_` steps in place."""
+    """P tensors of one shape and their accumulators, which `advance_` updates in place."""
 
     p: Tensor  # (P, *shape)
     acc: Accumulators
@@ -305,11 +303,11 @@ class Stack:
 
 
 class Weights:
-    """The weights of the step for P nets of T tensors, with what can be computed once for all."""
+    """The weights of the step for P nets of T tensors, and what can be computed once from them."""
 
     def __init__(self, config: LOConfig, phi: Phi, backend: str):
         self.phi, self.packed = phi, None  # (P | 1, T | 1, ...) each
-        if "w0" in phi:  # VeLO's own weights have none: they are generated at each step
+        if "w0" in phi:  # not in VeLO's own weights, which generate w0 at each step
             rates = features.rates_of(phi)._asdict()
             self.phi = phi | {f"rate_{k}": x for k, x in rates.items()}
             self.packed = kernels.pack(config, self.phi) if backend == "kernel" else None
@@ -324,23 +322,23 @@ def advance_(
     values: Tensor,  # (4, P, T): t, scale, decay, eps_scale, as in `step`
     count: bool = False,
 ) -> Tensor | int:
-    """Step the stacks in place; with `count`, return how many gradients were NaN or infinite."""
+    """Step the stacks in place; with `count`, return how many entries of g are NaN or infinite."""
     bad, slow = 0, range(len(stacks))
     if backend == "kernel":
         fast = [n for n in slow if stacks[n].rows is not None]
         slow = [n for n in slow if stacks[n].rows is None]
         if fast:
-            rows, given = ([x[n] for n in fast] for x in ([x.rows for x in stacks], grads))
-            bad = kernels.step_(config, rows, given, weights.packed, values, fast)
-            for n in fast:  # written by address: tell autograd
+            rows, fast_grads = [stacks[n].rows for n in fast], [grads[n] for n in fast]
+            bad = kernels.step_(config, rows, fast_grads, weights.packed, values, fast)
+            for n in fast:  # the kernel writes by address: tell autograd
                 torch.autograd.graph.increment_version(stacks[n].p)
-    pure = PURE.get(backend, folded.step)
+    pure_step = step if backend == "literal" else folded.step
     for n in slow:
         x, g = stacks[n], grads[n]
         phi = {k: w[:, n if w.shape[1] > 1 else 0] for k, w in weights.phi.items()}
         t, scale, decay, eps_scale = values[..., n]
         eps_scale = eps_scale if config.eps == "fan_in" else 1.0
-        acc, p = pure(config, phi, x.acc, x.p, g, t, scale, x.dims, decay, eps_scale)
+        acc, p = pure_step(config, phi, x.acc, x.p, g, t, scale, x.dims, decay, eps_scale)
         bad = bad + (~g.isfinite()).sum() if count else bad
         torch._foreach_copy_([x.p, *x.acc], [p, *acc])
     return bad
@@ -364,8 +362,8 @@ class MuLO(torch.optim.Optimizer):
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
     is float32 for parameters of any dtype. Gradient entries that are NaN or infinite count as 0 and
     are counted in `nonfinite`. `backend`: "literal" runs the step of this file, "folded" the same
-    with less memory moved, "kernel" C++ on CPUs and Triton on CUDA; "auto" takes the kernel if it
-    can be built and agrees with "folded", which it is checked for once.
+    with less memory moved, "kernel" C++ on CPUs and Triton on CUDA. "auto" takes the kernel if it
+    can be built and, in a check at first use, agrees with "folded".
     """
 
     def __init__(
@@ -380,14 +378,15 @@ class MuLO(torch.optim.Optimizer):
         if not isinstance(lo, LO):
             raise TypeError(f"lo must be a learned optimizer, as mulo.load gives, not {lo!r}.")
         if isinstance(lo, VeLO) and not (isinstance(num_steps, Integral) and num_steps > 0):
-            what = "num_steps, the length of the run in steps"
-            raise ValueError(f"VeLO needs {what}, not {num_steps!r}.")
+            raise ValueError(f"VeLO needs num_steps, the length of the run, not {num_steps!r}.")
         if isinstance(params, nn.Module):
             raise TypeError("params are not a model: use mulo.param_groups(model, roles).")
-        kernels.check_name(backend)
+        if backend not in kernels.BACKENDS:
+            choices = ", ".join(kernels.BACKENDS)
+            raise ValueError(f"unknown backend {backend!r}: use one of {choices}.")
         params = params if isinstance(params, Tensor) else list(params)
-        if wrong := roles.mismatch(lo.mup, params):
-            warnings.warn(f"this learned optimizer was meta-trained {wrong}", stacklevel=2)
+        if problem := roles.mismatch(lo.mup, params):
+            warnings.warn(f"this learned optimizer was meta-trained {problem}", stacklevel=2)
         self.lo, self.num_steps, self.backend = lo, num_steps, backend
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._forget()
@@ -400,7 +399,7 @@ class MuLO(torch.optim.Optimizer):
         )
 
     def _forget(self) -> None:
-        """Drop what is derived from parameters, state and weights."""
+        """Empty the caches of what is derived from parameters, state and weights."""
         self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
         self._shared: dict[torch.device, tuple[LOConfig, Tensor, Weights]] = {}
 
@@ -425,25 +424,25 @@ class MuLO(torch.optim.Optimizer):
         velo = self.lo.config.net == "velo"
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
-        found = self._with_gradients()
-        stacks = [self._stack(p, group) for p, group in found]
-        phi, alpha = self._generate(found, stacks, loss) if velo and found else ({}, None)
-        for device in dict.fromkeys(p.device for p, _ in found):
-            own = [k for k, (p, _) in enumerate(found) if p.device == device]
-            part = slice(None) if len(own) == len(found) else own
+        params = self._with_gradients()
+        stacks = [self._stack(p, group) for p, group in params]
+        phi, alpha = self._generate(params, stacks, loss) if velo and params else ({}, None)
+        for device in dict.fromkeys(p.device for p, _ in params):
+            here = [k for k, (p, _) in enumerate(params) if p.device == device]
+            part = slice(None) if len(here) == len(params) else here
             backend = kernels.choose(self.backend, self.lo.config, device)
-            values = self._values([found[k][1] for k in own], device)
+            values = self._values([params[k][1] for k in here], device)
             if velo:
-                here = {k: w[:, part].to(device) for k, w in phi.items()}
-                weights = Weights(self.lo.config, here, backend)
+                phi_here = {k: w[:, part].to(device) for k, w in phi.items()}
+                weights = Weights(self.lo.config, phi_here, backend)
                 values[1] *= alpha[:, part].to(device)
             else:
                 weights = self._on(device)
                 if self.lo.config.multipliers:
-                    kinds = roles.kind_indices([found[k][1]["kind"] for k in own], device)
+                    kinds = roles.kind_indices([params[k][1]["kind"] for k in here], device)
                     values[1] *= roles.learned_factors(weights.phi["multipliers"], kinds)
-            grads = [found[k][0].grad.view_as(stacks[k].p) for k in own]
-            bad = self._advance(backend, weights, [stacks[k] for k in own], grads, values)
+            grads = [params[k][0].grad.view_as(stacks[k].p) for k in here]
+            bad = self._advance(backend, weights, [stacks[k] for k in here], grads, values)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
             group["step"] = group["step"] + 1
@@ -451,16 +450,16 @@ class MuLO(torch.optim.Optimizer):
         return loss
 
     def _advance(self, *args) -> Tensor | int:
-        """`advance_`: what a subclass may run elsewhere."""
+        """`advance_`, which a subclass may run elsewhere."""
         return advance_(self.lo.config, *args, count=True)
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         members = ((p, group) for group in self.param_groups for p in group["params"])
-        found = [(p, group) for p, group in members if p.grad is not None and p.numel()]
-        if sparse := [roles.name_of(*x) for x in found if x[0].grad.layout != torch.strided]:
+        params = [(p, group) for p, group in members if p.grad is not None and p.numel()]
+        if sparse := [roles.name_of(*x) for x in params if x[0].grad.layout != torch.strided]:
             fix = f"build the layer of parameter {sparse[0]} with sparse=False"
             raise RuntimeError(f"MuLO takes dense gradients only: {fix}.")
-        return found
+        return params
 
     def _values(self, groups: list[dict], device: torch.device) -> Tensor:
         """t, scale, decay and eps_scale of each tensor, (4, 1, T), in one copy to the device."""
@@ -475,35 +474,35 @@ class MuLO(torch.optim.Optimizer):
         return features.send(values, device)
 
     def _on(self, device: torch.device) -> Weights:
-        """The learned optimizer's weights on a device; copied and packed anew when they change."""
-        config, now = self.lo.config, list(self.lo._parameters.values())
-        if now[0].device.type == "cpu":
-            key = torch.cat([w.detach().flatten() for w in now])
+        """The learned optimizer's weights on a device, cached until they change."""
+        config, weights = self.lo.config, list(self.lo._parameters.values())
+        if weights[0].device.type == "cpu":
+            key = torch.cat([w.detach().flatten() for w in weights])
         else:  # reading values would sync a GPU
-            key = torch.tensor([(w.data_ptr(), w._version) for w in now])
-        kept = self._shared.get(device)
-        same = kept and kept[0] == config and kept[1].dtype == key.dtype
-        if not (same and torch.equal(kept[1], key)):
+            key = torch.tensor([(w.data_ptr(), w._version) for w in weights])
+        cached = self._shared.get(device)
+        same = cached and cached[0] == config and cached[1].dtype == key.dtype
+        if not (same and torch.equal(cached[1], key)):
             phi = {k: w.to(device, torch.float32).unsqueeze(0) for k, w in stacked(self.lo).items()}
             backend = kernels.choose(self.backend, config, device)
-            kept = self._shared[device] = config, key, Weights(config, phi, backend)
-        return kept[2]
+            cached = self._shared[device] = config, key, Weights(config, phi, backend)
+        return cached[2]
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
-        """A parameter with its state, as a stack of one; kept until either is replaced."""
+        """A parameter with its state, as a stack of one; cached until either is replaced."""
         state = self.state[p]
         if "M" not in state:
             state |= self.new_state(p, group["out_axis"])
-        own = [state[k] for k in Accumulators._fields]
-        kept = self._stacks.get(p)
-        where = p.data_ptr(), p.shape, p.stride()
-        if kept is None or kept[0] != where or not all(map(operator.is_, own, kept[1])):
+        tensors = [state[k] for k in Accumulators._fields]
+        layout = p.data_ptr(), p.shape, p.stride()
+        cached = self._stacks.get(p)
+        if cached is None or cached[0] != layout or not all(map(operator.is_, tensors, cached[1])):
             shape = tuple(p.shape) or (1,)  # a scalar is a vector of one
-            acc = Accumulators(*(x.unsqueeze(0) for x in own))
+            one, acc = p.detach().view(1, *shape), Accumulators(*(x.unsqueeze(0) for x in tensors))
             dims = features.factored_dims(shape, group["out_axis"])
-            one = p.detach().view(1, *shape)
-            kept = self._stacks[p] = where, own, Stack(one, acc, dims, kernels.rows(one, acc, dims))
-        return kept[2]
+            stack = Stack(one, acc, dims, kernels.rows(one, acc, dims))
+            cached = self._stacks[p] = layout, tensors, stack
+        return cached[2]
 
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
         """Zero accumulators of one parameter; for VeLO also the LSTM's first state."""
@@ -517,45 +516,37 @@ class MuLO(torch.optim.Optimizer):
         return state
 
     def _generate(
-        self, found: list[tuple[nn.Parameter, dict]], stacks: list[Stack], loss: Tensor | float
+        self, params: list[tuple[nn.Parameter, dict]], stacks: list[Stack], loss: Tensor | float
     ) -> tuple[Phi, Tensor]:
         """VeLO: run the LSTM over all T tensors; their MLPs, (1, T, ...), and alphas, (1, T)."""
-        device = found[0][0].device
+        config, device = self.lo.config, params[0][0].device
         loss = features.send(torch.as_tensor(loss, dtype=torch.float32).detach(), device)
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
         memory = self.state["loss"] if "loss" in self.state else None
         memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device=device)
-        states = [self.state[p] for p, _ in found]
-        x_tensor = torch.cat([self._tensor_features(x).to(device) for x in stacks])
+        memory = LossBuffer(*(x[None].to(device) for x in memory))
+        states = [self.state[p] for p, _ in params]
+        x_tensor = [features.tensor_features(x.p, x.acc.M, x.acc.V).float() for x in stacks]
+        x_tensor = torch.cat([x.to(device) for x in x_tensor])
         h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
-        memory, h, cell, phi, alpha = self._hyper(
-            LossBuffer(*(x[None].to(device) for x in memory)),
-            loss.reshape(1),
-            self._values([group for _, group in found], device)[0],
-            *(x[None] for x in (x_tensor, h, cell)),
+        lo_phi = {k: w[0] for k, w in self._on(device).phi.items()}
+        decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
+        t = self._values([group for _, group in params], device)[0]
+        per_tensor = (x[None] for x in (x_tensor, h, cell))
+        memory, h, cell, phi, alpha = generate(
+            config, lo_phi, memory, loss.reshape(1), decays, t, self.num_steps, *per_tensor
         )
         self.state["loss"] = {k: x[0] for k, x in memory._asdict().items()}
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k
-        if self.lo.config.param_scale_mult:
+        if config.param_scale_mult:
             scales = [self._param_scale(x).to(device, alpha.dtype) for x in stacks]
             alpha = alpha * torch.stack(scales, 1)
         return phi, alpha
 
-    def _tensor_features(self, x: Stack) -> Tensor:
-        """What the LSTM sees of a tensor, (1, 12)."""
-        return features.tensor_features(x.p, x.acc.M, x.acc.V).float()
-
     def _param_scale(self, x: Stack) -> Tensor:
         return features.param_scale(x.p)
-
-    def _hyper(self, memory: LossBuffer, loss, t, x_tensor, h, cell) -> tuple:
-        """`generate` with this optimizer's weights: what a subclass may run elsewhere."""
-        config, device = self.lo.config, t.device
-        phi = {k: w[0] for k, w in self._on(device).phi.items()}
-        decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
-        return generate(config, phi, memory, loss, decays, t, self.num_steps, x_tensor, h, cell)
 
     @property
     def nonfinite(self) -> int:
@@ -581,12 +572,12 @@ class MuLO(torch.optim.Optimizer):
 
         saved = checkpoints.check_optimizer_state(self, state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        kept = ("names", "role", *roles.UNSCALED)  # of groups that were saved without them
-        groups = [{k: g[k] for k in kept if k in g} | old for g, old in pairs]
+        later = ("names", "role", *roles.UNSCALED)  # keys that older files do not have
+        groups = [{k: g[k] for k in later if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
-            now = {k: x.detach().to(p.device, torch.float32).contiguous() for k, x in state.items()}
-            self.state[p] = {k: x.clone() for k, x in now.items()}
+            how = {"device": p.device, "dtype": torch.float32, "copy": True}
+            self.state[p] = {k: x.detach().to(**how).contiguous() for k, x in state.items()}
         if "loss" in self.state:
             memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
             self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}

@@ -9,7 +9,7 @@ with phi + eps and phi - eps for a few steps at a time (a truncation); each pair
 perturbations xi, so that unrolls of many truncations are not biased. The two halves of a pair share
 initial weights, data and length; everything else about a pair follows from its own seed, so the
 result does not depend on how pairs are spread over micro-batches or processes. `metatrain.py` has
-the recipes, whose numbers are `r` here, and runs that can be resumed.
+the recipes, and runs that can be resumed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mulo import LO
 
 
 def pes_gradient(
-    delta: Tensor,  # (T, n): loss of the positive less that of the negative half of a pair
-    began: Tensor,  # (T, n) bool: the step belongs to an unroll that began in this truncation
-    mask: Tensor,  # (T, n) bool: the step counts
+    delta: Tensor,  # (steps, n): loss of the positive less that of the negative half of a pair
+    began: Tensor,  # (steps, n) bool: the step belongs to an unroll that began in this truncation
+    mask: Tensor,  # (steps, n) bool: the step counts
     eps: Tensor,  # (n, D): this truncation's perturbations
     xi: Tensor,  # (n, D): those of the unroll's earlier truncations, summed
     sigma: float,
@@ -48,7 +48,7 @@ def pes_gradient(
     unroll's last loss counts as the next one's, and a NaN makes the whole gradient 0.
     """
     good = good_pairs(delta, mask)  # (n,)
-    weight = mask / mask.sum(0).clamp_min(1)  # (T, n)
+    weight = mask / mask.sum(0).clamp_min(1)  # (steps, n)
     delta = torch.where(good & mask, delta, 0) * weight
     old, new = (delta * ~began).sum(0), (delta * began).sum(0)  # (n,)
     total = xi + eps
@@ -77,15 +77,15 @@ class Particles:
     def __init__(
         self,
         task: tasks.Task,
-        r,  # metatrain.Recipe
+        recipe,  # metatrain.Recipe
         lo: LO,
         pairs: range,  # which of the task's pairs these are
         seed: int,  # of the task; that of a pair follows
         data=None,
     ):
         device = next(lo.parameters()).device
-        self.task, self.r, self.lo, self.data = task, r, lo, data
-        self.opt = training.Learned(lo.config, task, device, r.backend)
+        self.task, self.r, self.lo, self.data = task, recipe, lo, data
+        self.opt = training.Learned(lo.config, task, device, recipe.backend)
         self.bound = task.loss_bound  # losses are clipped to [0, bound]
         # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
@@ -93,19 +93,19 @@ class Particles:
         shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
         self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # so that all begin at once
-        self.scheduled = torch.tensor([k < r.cosine * r.pairs for k in pairs])
-        only = [not r.only or name in r.only for name, _ in lo.named_parameters()]
+        self.scheduled = torch.tensor([k < recipe.cosine * recipe.pairs for k in pairs])
+        only = [not recipe.only or name in recipe.only for name, _ in lo.named_parameters()]
         sizes = torch.tensor([w.numel() for w in weights])
         self.trained = torch.tensor(only).repeat_interleave(sizes)  # (D,)
         self.xi = torch.zeros(n, sum(w.numel() for w in weights), device=device)
-        lengths = torch.full((2 * n,), float(r.unroll))
+        lengths = torch.full((2 * n,), float(recipe.unroll))
         self.state = self.opt.init(self.theta, mulo.stacked(lo), lengths)
         self.begun = False
 
     def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """Train all nets for a truncation with phi + eps and phi - eps, eps drawn for each pair.
 
-        Returns delta and began, (T, n), eps, (n, D), the mean clipped loss, and how many pairs
+        Returns delta and began, (steps, n), eps, (n, D), the mean clipped loss, and how many pairs
         diverged. DIVERGES: these restart, at once on a CPU and after the truncation on a GPU; in
         the reference they stay at the bound to the end.
         """
@@ -172,9 +172,9 @@ class Particles:
         }
         phi = {k: w[rows] for k, w in phi.items()}
         state = self.opt.init(theta, phi, torch.cat([length, length]))
-        for kept, new in ((self.theta, theta), (self.state, state)):
+        for old, new in ((self.theta, theta), (self.state, state)):
             for name, x in new.items():
-                kept[name].index_copy_(0, rows, x)
+                old[name].index_copy_(0, rows, x)
 
     def _length(self, generator: torch.Generator) -> Tensor:
         """The length of an unroll, log-uniform between the recipe's bounds."""
@@ -201,38 +201,38 @@ class Particles:
 class Trainer:
     """The outer loop: perturb, unroll each width in turn, average, clip, AdamW."""
 
-    def __init__(self, r, lo: LO, data: bool = True):
-        self.r, self.lo, self.step = r, lo, 0
-        # Set by this process before a step; what all processes then agree on.
+    def __init__(self, recipe, lo: LO, data: bool = True):
+        self.r, self.lo, self.step = recipe, lo, 0
+        # wants_*: set by this process before a step. stop, save: what all processes then agree on.
         self.wants_stop = self.wants_save = self.stop = self.save = False
         self.rank, self.world = (
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         )
-        if r.pairs % self.world:
+        if recipe.pairs % self.world:
             raise ValueError(
-                f"{r.pairs} pairs cannot be split over {self.world} processes: change --pairs."
+                f"{recipe.pairs} pairs cannot be split over {self.world} processes: change --pairs."
             )
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
-        self.adamw = torch.optim.AdamW([self.phi], lr=r.lr, weight_decay=r.weight_decay)
-        rules = roles.ALL if r.mup else ()
-        self.tasks = [dataclasses.replace(task, rules=rules) for task in r.tasks()]
-        share, sets = r.pairs // self.world, {}
-        mine = range(r.pairs)[self.rank * share : (self.rank + 1) * share]
-        parts = [mine[k : k + r.micro_batch] for k in range(0, share, r.micro_batch)]
+        self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
+        rules = roles.ALL if recipe.mup else ()
+        self.tasks = [dataclasses.replace(task, rules=rules) for task in recipe.tasks()]
+        share, sets = recipe.pairs // self.world, {}
+        mine = range(recipe.pairs)[self.rank * share : (self.rank + 1) * share]
+        parts = [mine[k : k + recipe.micro_batch] for k in range(0, share, recipe.micro_batch)]
         self.particles = []
         for n, task in enumerate(self.tasks):
             if data and task.kind not in sets:
                 sets[task.kind] = task.data(device=str(self.phi.device))
-            rest = 100 * r.seed + n, sets.get(task.kind)
-            self.particles.append([Particles(task, r, lo, part, *rest) for part in parts])
+            rest = 100 * recipe.seed + n, sets.get(task.kind)
+            self.particles.append([Particles(task, recipe, lo, part, *rest) for part in parts])
 
     def rate(self) -> float:
         """Linear warm-up, then a cosine from lr to lr_end."""
-        r = self.r
-        if self.step < r.warmup:
-            return r.lr * (self.step + 1) / r.warmup
-        x = (self.step - r.warmup) / max(1, r.steps - r.warmup)
-        return r.lr_end + (r.lr - r.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
+        recipe = self.r
+        if self.step < recipe.warmup:
+            return recipe.lr * (self.step + 1) / recipe.warmup
+        x = (self.step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+        return recipe.lr_end + (recipe.lr - recipe.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
 
     def estimate(self, groups: list[Particles]) -> Tensor:
         """A task's truncation, summed over pairs: meta-gradient, good, loss, diverged, (D + 3,)."""
@@ -253,8 +253,8 @@ class Trainer:
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
         """One outer step; returns what goes into the log."""
-        r, D, n = self.r, len(self.phi), len(self.tasks)
-        now = [k % n for k in range(self.step * r.per_step, (self.step + 1) * r.per_step)]
+        recipe, D, n = self.r, len(self.phi), len(self.tasks)
+        now = [k % n for k in range(self.step * recipe.per_step, (self.step + 1) * recipe.per_step)]
         now = now or range(n)  # which tasks
         sums = torch.stack([self.estimate(self.particles[k]) for k in now])  # (tasks, D + 3)
         wants = torch.tensor([float(self.wants_stop), float(self.wants_save)]).to(sums)
@@ -262,11 +262,11 @@ class Trainer:
         if self.world > 1:
             dist.all_reduce(flat)
         sums = flat[:-2].view_as(sums)
-        self.stop, self.save = (flat[-2:] > 0).tolist()  # all processes do, or none
-        good, losses = sums[:, D], sums[:, D + 1] / r.pairs
+        self.stop, self.save = (flat[-2:] > 0).tolist()
+        good, losses = sums[:, D], sums[:, D + 1] / recipe.pairs
         grads = sums[:, :D] / good.clamp_min(1).unsqueeze(1)
-        if r.mixture:  # gradients of all sizes: none may dominate
-            grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(r.clip)
+        if recipe.mixture:  # gradients of all sizes: none may dominate
+            grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(recipe.clip)
         grad = grads.mean(0)  # tasks count alike
         norm, loss = float(grad.norm()), float(losses.mean())
         if not (math.isfinite(norm) and math.isfinite(loss)):
@@ -275,15 +275,15 @@ class Trainer:
             raise FloatingPointError(
                 f"the meta-gradient is 0 at step {self.step + 1}, as when every net diverges"
             )
-        self.phi.grad = grad * min(1.0, r.clip / (norm + 1e-12))
+        self.phi.grad = grad * min(1.0, recipe.clip / (norm + 1e-12))
         rate = self.adamw.param_groups[0]["lr"] = self.rate()
         self.adamw.step()
         self.step += 1
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
         row["diverged"] = int(sums[:, D + 2].sum())
-        names = [f"loss_{x}" for x in r.mixture or (f"w{w}" for w in r.widths)]
-        found = {names[k]: x for k, x in zip(now, losses.tolist(), strict=True)}
-        return row | {name: found.get(name, math.nan) for name in names}
+        names = [f"loss_{x}" for x in recipe.mixture or (f"w{w}" for w in recipe.widths)]
+        by_task = {names[k]: x for k, x in zip(now, losses.tolist(), strict=True)}
+        return row | {name: by_task.get(name, math.nan) for name in names}
 
     @torch.no_grad()
     def result(self) -> LO:

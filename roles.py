@@ -82,7 +82,7 @@ class Weight(NamedTuple):
 
 def weights_of(model: nn.Module) -> list[Weight]:
     """Every parameter once, under its first name. Ties between different kinds are an error."""
-    found: dict[int, Weight] = {}
+    weights: dict[int, Weight] = {}
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod
     for prefix, module in model.named_modules():
@@ -97,13 +97,13 @@ def weights_of(model: nn.Module) -> list[Weight]:
                 kind = "table"
             else:
                 kind = "layer" if isinstance(module, LAYERS) and "weight" in leaf else "bare"
-            first = found.setdefault(id(p), Weight(name, p, module, kind))
+            first = weights.setdefault(id(p), Weight(name, p, module, kind))
             if first.kind != kind:
                 raise ValueError(
                     f"{name!r} is tied to {first.name!r}, but μP scales a {kind} and a "
                     f"{first.kind} differently (like a readout and an embedding): untie them."
                 )
-    return list(found.values())
+    return list(weights.values())
 
 
 def infer_roles(
@@ -211,9 +211,9 @@ def init_(
 
     Input and hidden weights: N(0, 1/fan_in). An embedding has fan_in 1, for a lookup sums nothing.
     Output weights: zeros, or N(0, 1) if not zero_output (DIVERGES: N(0, 1) is the paper's rule,
-    zeros are in its experiments). Biases of layers: N(0, 1), as input weights of fan_in 1, but
-    (DIVERGES) zero biases stay zero; without the rule "init", so in SP, all become zero, as in
-    `Task.init`. Norms and bare input parameters: unchanged.
+    zeros are in its experiments). Biases of layers are input weights of fan_in 1: N(0, 1), but
+    (DIVERGES) biases that are zero stay zero. Without the rule "init", as in SP, all biases become
+    zero, as in `Task.init`. Norms and bare input parameters: unchanged.
 
     The division is a forward hook, or built in (Readout); code and state_dict stay as they are.
     """

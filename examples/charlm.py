@@ -30,9 +30,8 @@ class Block(nn.Module):
             y.unflatten(-1, (-1, HEAD)).transpose(1, 2)
             for y in self.qkv(self.norm1(x)).chunk(3, -1)
         )
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=1 / HEAD
-        )  # μP: not 1/sqrt
+        scale = 1 / HEAD  # μP: not 1/sqrt
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         x = x + self.out(y.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -49,13 +48,12 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-@loop.one_sentence()
 def main() -> float:
     parser = loop.parser("A character language model.", width=128, batch=32, steps=500, every=100)
     parser.add_argument("--text", type=Path, help="a UTF-8 file (default: this repository's code)")
-    parser.add_argument("--depth", type=loop.positive, default=4, help="blocks (default: 4)")
+    parser.add_argument("--depth", type=int, default=4, help="blocks (default: 4)")
     length = "characters of context (default: 128)"
-    parser.add_argument("--length", type=loop.positive, default=128, help=length)
+    parser.add_argument("--length", type=int, default=128, help=length)
     args = parser.parse_args()
     if args.width % HEAD:
         raise ValueError(f"--width must be a multiple of {HEAD}, not {args.width}.")

@@ -69,11 +69,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the examples' task, and train it here.")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     folder = Path(parser.parse_args().out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder)
-    except OSError as error:
-        sys.exit(f"desk.py: cannot write to {folder} ({error.strerror}): choose another --out.")
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder)
     print("loss", train(lambda groups: mulo.MuLO(groups, mulo.load("mulo_m"))))
 
 

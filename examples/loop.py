@@ -7,7 +7,6 @@ that are there because of μLO are marked; without them it is an ordinary loop.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import sys
@@ -23,31 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
 
 
-@contextlib.contextmanager
-def one_sentence():
-    """A file that is missing, or a flag that does not fit, is said without a traceback."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
-    return int(text)
-
-
-def device(text: str) -> str:
-    try:
-        found = torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"must be cpu or cuda, not {text}") from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(f"torch finds no {text} here, use cpu")
-    return text
-
-
 def parser(description: str, **defaults) -> argparse.ArgumentParser:
     """The flags that both examples share."""
     p = argparse.ArgumentParser(description=description)
@@ -59,14 +33,13 @@ def parser(description: str, **defaults) -> argparse.ArgumentParser:
     add("--lo", "the μLO, a shipped name or a file", default="mulo_m")
     p.add_argument("--lr", type=float, help="learning rate (default: 1 for a μLO, 0.001 for AdamW)")
     add("--schedule", "of the learning rate", choices=["cosine", "constant"], default="cosine")
-    add("--width", "of the model", type=positive)
-    add("--batch", "examples a step and process", type=positive)
-    add("--steps", "length of the run", type=positive)
-    add("--every", "steps between checkpoints", type=positive)
+    add("--width", "of the model", type=int)
+    add("--batch", "examples a step and process", type=int)
+    add("--steps", "length of the run", type=int)
+    add("--every", "steps between checkpoints", type=int)
     out = "folder of checkpoints; a run there is continued (default: none are written)"
     p.add_argument("--out", type=Path, help=out)
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", "cpu or cuda", type=device, default=best)
+    add("--device", "cpu or cuda", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", "of the initial weights and the batches", type=int, default=0)
     p.set_defaults(**defaults)
     return p
@@ -78,8 +51,8 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     if args.optimizer == "adamw":
         model = build(args.width).to(args.device)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3 if args.lr is None else args.lr)
-    once = {} if args.schedule == "constant" else {"anneal": 0.0}  # μLO: the schedule anneals
-    lo = mulo.load(args.lo, **once)
+    changes = {} if args.schedule == "constant" else {"anneal": 0.0}  # μLO: the schedule anneals
+    lo = mulo.load(args.lo, **changes)
     sp = {"rules": ()} if lo.mup is False else {}  # μLO: for those meta-trained without μP
     roles = mulo.infer_roles(build, args.width)  # μLO: which parameters are input, hidden, output
     model = mulo.init_(build(args.width).to(args.device), roles, **sp)  # μLO: weights by role
@@ -97,26 +70,18 @@ def factor(step: int, args) -> float:
 
 
 def save(path: Path, content: dict) -> None:
-    """Written whole, then renamed: a run that is killed keeps its last checkpoint."""
+    """Write to another name, then rename: a run that is killed keeps its last checkpoint."""
     torch.save(content, path.with_suffix(".new"))
     os.replace(path.with_suffix(".new"), path)
 
 
 def load(path: Path, device: str, generator: torch.Generator, **parts) -> tuple[int, list[float]]:
-    """Bring generator and parts to where `save` left them; the steps done, and their losses."""
-    try:
-        saved = torch.load(path, map_location=device, weights_only=True)
-        generator.set_state(saved["generator"].cpu())
-        step, losses = saved["step"], saved["losses"]
-    except Exception as error:  # what is wrong with a damaged file has no end of names
-        raise ValueError(f"{path} is damaged: delete it, or choose another --out.") from error
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-    except (KeyError, RuntimeError, ValueError) as error:
-        what = "is of another model or optimizer: choose another --out."
-        raise ValueError(f"{path} {what}") from error
-    return step, losses
+    """Restore generator and parts as `save` wrote them; returns the steps done and their losses."""
+    saved = torch.load(path, map_location=device, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    generator.set_state(saved["generator"].cpu())
+    return saved["step"], saved["losses"]
 
 
 def run(
@@ -134,7 +99,7 @@ def run(
         dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     model, opt = make(build, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: factor(step, args))
-    generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # own batches
+    generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # each rank's batches
     start, losses, path = 0, [], args.out and args.out / f"checkpoint.rank{rank}.pt"
     parts = {"model": model, "optimizer": opt, "scheduler": scheduler}
     if path and path.exists():
@@ -147,9 +112,7 @@ def run(
             fix = "resume with as many processes as before, or choose another --out"
             raise ValueError(f"the ranks' checkpoints are of steps {starts}: {fix}.")
     net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
-    half = contextlib.nullcontext()
-    if args.device.startswith("cuda"):
-        half = torch.autocast("cuda", torch.bfloat16)
+    half = torch.autocast("cuda", torch.bfloat16, enabled=args.device.startswith("cuda"))
     clock = time.monotonic()
     for step in range(start, args.steps):
         x, y = batch(generator)
@@ -174,8 +137,8 @@ def run(
             save(path, state)
     if world > 1:
         dist.destroy_process_group()
-    end = losses[-max(1, args.steps // 10) :]
-    end = sum(end) / len(end)
+    last = losses[-max(1, args.steps // 10) :]
+    final_loss = sum(last) / len(last)
     if rank == 0:
-        print(f"{args.optimizer}: final loss {end:.4f}")
-    return end
+        print(f"{args.optimizer}: final loss {final_loss:.4f}")
+    return final_loss

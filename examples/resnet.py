@@ -52,7 +52,6 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-@loop.one_sentence()
 def main() -> float:
     parser = loop.parser("An image classifier.", width=64, batch=64, steps=300, every=100)
     where = "where CIFAR-10 is (default: $MULO_DATA, else ./data; if not there, other images)"

@@ -103,8 +103,8 @@ print(new_p - p)
 # %% [markdown]
 # ## 3. A task, 4. an unroll, 5. the meta-loss
 #
-# To use it is to unroll it: train a net for T steps. How good the optimizer is, is the mean loss
-# on the way: the meta-loss L(phi), eq. 1. phi are its weights, and random ones are bad.
+# To use it is to unroll it: train a net for T steps. The meta-loss L(phi), eq. 1, says how good it
+# is: the mean loss over these steps. phi are its weights, and random ones are bad.
 
 # %%
 steps = 100
@@ -117,9 +117,9 @@ show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "lo
 # %% [markdown]
 # ## 6. Why not backpropagate through the unroll?
 #
-# The step is differentiable, so dL/dphi can be had by backpropagation through all T steps. But
-# training is a dynamical system on the verge of chaos: the longer the unroll, the larger and the
-# noisier that gradient.
+# The step is differentiable, so backpropagation through all T steps gives dL/dphi. But training is
+# a dynamical system on the verge of chaos: the longer the unroll, the larger and the noisier that
+# gradient.
 
 # %%
 flat = torch.nn.utils.parameters_to_vector(lo.parameters()).detach()
@@ -170,15 +170,14 @@ def es_gradient(pairs, seed, T=20):
     eps = sigma * torch.randn(pairs, D, generator=torch.Generator().manual_seed(seed))
     losses = last_loss(torch.cat([flat + eps, flat - eps]), T, seed=0).detach()
     delta = (losses[:pairs] - losses[pairs:])[None]  # (1, pairs): as if one truncation, new unrolls
-    new, all_of_it = torch.ones_like(delta, dtype=torch.bool), torch.zeros(pairs, D)
-    return pes_gradient(delta, new, new, eps, all_of_it, sigma)[0]
+    new, xi = torch.ones_like(delta, dtype=torch.bool), torch.zeros(pairs, D)
+    return pes_gradient(delta, new, new, eps, xi, sigma)[0]
 
 
 for pairs in (8, 64, 512):
     a, b = es_gradient(pairs, 1), es_gradient(pairs, 2)
-    print(
-        f"7. {pairs:3} pairs: two estimates agree to cos = {torch.cosine_similarity(a, b, 0):.2f}"
-    )
+    cos = torch.cosine_similarity(a, b, 0)
+    print(f"7. {pairs:3} pairs: two estimates agree to cos = {cos:.2f}")
 
 # %% [markdown]
 # ## 8. Persistent evolution strategies: your own μLO
@@ -193,9 +192,9 @@ small |= {"steps": 60, "warmup": 10, "pairs": 8, "lr": 2e-2}
 
 
 def meta_train(name):
-    r = metatrain.recipe(name, **small)
-    trainer = metatrain.Trainer(r, metatrain.new_lo(r))
-    losses = [trainer.advance()["meta_loss"] for _ in range(r.steps)]
+    recipe = metatrain.recipe(name, **small)
+    trainer = metatrain.Trainer(recipe, metatrain.new_lo(recipe))
+    losses = [trainer.advance()["meta_loss"] for _ in range(recipe.steps)]
     return trainer.result(), losses
 
 
@@ -214,11 +213,11 @@ show("8_meta", {"my μLO": (range(len(meta_losses)), meta_losses)}, "outer step"
 
 # %%
 widths, ends = (64, 256, 1024), {"lo_m": [], "mulo_m": []}
-for name, found in ends.items():
+for name, final in ends.items():
     for width in widths:
         wide = tasks.get(f"fashion8_mlp_w{width}_d3", rules=roles.ALL if name == "mulo_m" else ())
-        found.append(float(training.train(wide, mulo.load(name), 100, seeds=[0])[-20:].mean()))
-    print(f"9. {name}: loss after 100 steps at widths {widths}: {[round(x, 3) for x in found]}")
+        final.append(float(training.train(wide, mulo.load(name), 100, seeds=[0])[-20:].mean()))
+    print(f"9. {name}: loss after 100 steps at widths {widths}: {[round(x, 3) for x in final]}")
 show("9_width", {k: (widths, x) for k, x in ends.items()}, "width", "loss", xscale="log")
 
 # %% [markdown]

@@ -8,8 +8,8 @@ features. They take a table with one `ROW` per tensor: one call steps all tensor
 all particles in meta-training. At first use a kernel is compared with `folded` on small tensors; if
 it cannot be built, or differs (a feature was changed, say), `folded` runs.
 
-The C++ is compiled once per shape of the network, in seconds, and kept in the user's cache folder
-under a name made of its source, compiler, flags and the CPU's features.
+The C++ is compiled once per shape of the network, in seconds, and cached in the user's cache folder
+under a hash of its source, compiler, flags and the CPU's features.
 """
 
 from __future__ import annotations
@@ -57,11 +57,6 @@ SETTINGS = np.dtype(  # what is the same for all tensors of a call: `struct Sett
 )
 
 
-def check_name(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}.")
-
-
 # ---------------------------------------------------------------- which backend
 
 
@@ -99,7 +94,7 @@ def refusal(config, device: torch.device) -> str | None:
         error = self_check(config, device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as problem:  # whatever stops a kernel, "auto" must run
+    except Exception as problem:  # "auto" must run, whatever is wrong with the kernel
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
     if error <= TOLERANCE:
         return None
@@ -154,20 +149,20 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     if p.dtype not in DTYPES or not fits or not all(x.is_contiguous() for x in (p, *acc)):
         return None
     if p.device.type != "meta" and not all(x.data_ptr() for x in (p, *acc)):
-        return None  # a subclass without memory of its own, as DTensor
-    found = np.zeros(len(p), ROW)
+        return None  # a subclass that has no memory itself, such as DTensor
+    table = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
-        found[name] = x.data_ptr() + x.stride(0) * x.element_size() * np.arange(len(p))
+        table[name] = x.data_ptr() + x.stride(0) * x.element_size() * np.arange(len(p))
     shape = p.shape[1:]
     sizes = (), (), (), shape, ()
     if dims is not None:
         x, y = sorted(d + len(shape) for d in dims)
         sizes = shape[:x], shape[x : x + 1], shape[x + 1 : y], shape[y : y + 1], shape[y + 1 :]
-        found["kind"] = 1 if dims[1] > dims[0] else 2
+        table["kind"] = 1 if dims[1] > dims[0] else 2
     for name, part in zip("AXBYC", sizes, strict=True):
-        found[name] = math.prod(part)
-    found["p_dtype"] = DTYPES[p.dtype]
-    return found
+        table[name] = math.prod(part)
+    table["p_dtype"] = DTYPES[p.dtype]
+    return table
 
 
 def pack(config, phi: Phi) -> Tensor:
@@ -240,8 +235,8 @@ FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-m
 @functools.cache
 def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     """cpu.cpp compiled for one shape of the network, from the cache if it is there."""
-    found = filter(None, map(shutil.which, ("g++", "clang++", "c++")))
-    compiler = shlex.split(os.environ.get("CXX", "")) or list(found)[:1]
+    installed = filter(None, map(shutil.which, ("g++", "clang++", "c++")))
+    compiler = shlex.split(os.environ.get("CXX", "")) or list(installed)[:1]
     if not compiler:
         raise OSError("there is no C++ compiler: install g++")
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"

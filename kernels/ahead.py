@@ -33,7 +33,7 @@ def compiled(config, architecture: str) -> dict[str, list[float]]:
     matrix = np.array([(1, 64, 1, 64, 1, 1, 0, 0)], gpu.SHAPE)
     *_, launches = gpu.planned(matrix.tobytes(), config, torch.device("cpu"))
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    found = {}
+    measured = {}
     for kernel, _, case, warps in launches:
         signature = {name: POINTERS.get(name, "constexpr") for name in kernel.arg_names}
         where = {name: (k,) for k, name in enumerate(kernel.arg_names)}
@@ -47,8 +47,8 @@ def compiled(config, architecture: str) -> dict[str, list[float]]:
         entries = case.R * case.W if kernel.__name__ in BYTES else gpu.N.value
         each = (names.total() - names["NOP"]) * 32 * warps / entries
         registers, spills = int(re.search(r"REG:(\d+)", usage)[1]), names["STL"] + names["LDL"]
-        found[kernel.__name__] = [registers, spills, code.metadata.shared, each]
-    return found
+        measured[kernel.__name__] = [registers, spills, code.metadata.shared, each]
+    return measured
 
 
 def read(cubin: bytes, tool: str, option: str) -> str:
@@ -60,10 +60,10 @@ def read(cubin: bytes, tool: str, option: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def estimate(found: dict[str, list[float]]) -> float:
+def estimate(measured: dict[str, list[float]]) -> float:
     """Seconds per parameter of a large matrix on an A6000, as a roofline: a real step takes longer.
 
     A pass takes as long as its bytes or its instructions, whichever takes longer. Latency,
     occupancy and launches are left out.
     """
-    return sum(max(n / BANDWIDTH, 2 * found[name][-1] / FLOPS) for name, n in BYTES.items())
+    return sum(max(n / BANDWIDTH, 2 * measured[name][-1] / FLOPS) for name, n in BYTES.items())

@@ -7,10 +7,10 @@
 //
 // r and c are updated between passes 1 and 2. No feature is stored: the normalisers, time features,
 // lambdas and scale are folded into the first and last layer, and the features of r and c are
-// multiplied by their weights once per block. A vector is its own r and c: six more dense features.
+// multiplied by their weights once per block. Of a vector, r and c add six dense features.
 //
-// A tensor of any rank is seen as (A, X, B, Y, C), where X and Y are the factored axes. A row is an
-// index (a, x, b): N = Y * C contiguous entries, along which SIMD lanes run. So Y's vectors (c of a
+// A tensor of any rank is (A, X, B, Y, C), where X and Y are the factored axes. A row is an index
+// (a, x, b): N = Y * C contiguous entries, along which SIMD lanes run. So Y's vectors (c of a
 // matrix) are contiguous along a row, and X's (r of a matrix) repeat every C entries.
 //
 // Passes run over blocks of ROWS rows and COLS columns. A block is summed in float32, and blocks are
@@ -26,15 +26,15 @@
 #include <system_error>
 #include <thread>
 #include <vector>
-#if defined(PLAIN) || !defined(__AVX2__)
-#define WIDTH 4
-#else
+#ifdef __AVX2__
 #include <immintrin.h>
+#endif
 #ifdef __AVX512F__
 #define WIDTH 16
-#else
+#elif defined(__AVX2__)
 #define WIDTH 8
-#endif
+#else
+#define WIDTH 4
 #endif
 
 struct Row {  // one tensor
@@ -145,7 +145,6 @@ struct Lerp {  // torch.lerp: a + rate (b - a), or b + (rate - 1) (b - a) for ra
 
 static inline float to_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline uint32_t to_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-static inline bool finite(float x) { return (to_bits(x) & 0x7fffffff) < 0x7f800000; }
 
 static inline float from_half(uint16_t half) {
     uint32_t x = (half & 0x7fffu) << 13, bias = x < 31u << 23 ? 112 : 224;  // 224: infinity, NaN
@@ -286,8 +285,8 @@ class Step {
     const float *gradient(long at, long n, bool clean, long &bad) {
         const float *g = widen(t.g, t.g_dtype, at, n, own.g);
         for (long i = 0; i < n && clean; i++) {
-            bad += !finite(g[i]);
-            own.g[i] = finite(g[i]) ? std::clamp(g[i], -s.clip, s.clip) : 0;
+            bad += !std::isfinite(g[i]);
+            own.g[i] = std::isfinite(g[i]) ? std::clamp(g[i], -s.clip, s.clip) : 0;
         }
         return clean ? own.g : g;
     }
@@ -417,7 +416,7 @@ class Step {
         }
     }
 
-    // X's vector x (C) from column j on, as far as the lanes of a block's row can reach
+    // x (C), a part of a vector of X, from column j on, repeated as far as the lanes of any phase reach
     void repeat(const float *x, long j, float *out) const {
         if (t.C == 1) return store(out, all(*x));
         long period = std::min<long>(t.C, COLS), c = j % t.C, first = std::min(period, t.C - c);
@@ -487,7 +486,7 @@ class Step {
                 if ((phase += wrap) >= period) phase -= period;
             }
             for (int k = 0; k < D && Second; k++) sums[k] += part[k];
-            for (long j = 0; j < n && !Second; j += W) {  // not above: exp would hold up the next entries
+            for (long j = 0; j < n && !Second; j += W) {  // a loop of its own: exp has a long latency
                 Vec old = Lanes{n - j}.load(p + j), update = load(own.d + j) * exp(load(own.m + j));
                 Lanes{n - j}.store(p + j, old - t.decay * old - update);
             }
@@ -502,14 +501,14 @@ class Step {
         return 1 / std::sqrt(ms + s.eps_rms * t.eps);
     }
 
-    void add_time() {  // own.timed, kept for the next tensor
+    void add_time() {  // own.timed, which the next tensor may use too
         if (own.net == net && own.t == t.t) return;
         own.net = net, own.t = t.t;
         std::copy_n(b0, H, own.timed);
         const float *w = w0 + (FEATURES - 11) * H;
         for (float x : {1.f, 3.f, 10.f, 30.f, 100.f, 300.f, 1e3f, 3e3f, 1e4f, 3e4f, 1e5f}) {
-            float T = std::tanh(std::min(t.t, s.t_max) / x - (s.paper ? 0 : 1));
-            for (int h = 0; h < H; h++) own.timed[h] += T * *w++;
+            float feature = std::tanh(std::min(t.t, s.t_max) / x - (s.paper ? 0 : 1));
+            for (int h = 0; h < H; h++) own.timed[h] += feature * *w++;
         }
     }
 
@@ -572,14 +571,14 @@ static double cost(const Row &t) {  // about the number of multiplications
 
 // Adds the number of gradient entries that are not finite to *bad
 extern "C" void step(const Row *table, long count, const Settings *settings, int threads, long *bad) {
-    std::vector<const Row *> small, large;  // a small tensor is left to one thread, which takes it whole
+    std::vector<const Row *> small, large;  // one thread works on a small tensor, all on a large one
     double work = 0;
     for (const Row *t = table; t < table + count; work += cost(*t++))
         if (cost(*t) > 0) (cost(*t) < 8e6 ? small : large).push_back(t);
     threads = std::clamp<double>(work / 2.5e6, 1, std::max(1, threads));
     Team::Shared shared;
     Work together;
-    std::atomic<int> size{0};  // of the team: known when all threads that can be had have started
+    std::atomic<int> size{0};  // of the team: known once all threads have been started
     auto run = [&] {
         while (!size) std::this_thread::yield();
         Team team{size, &shared}, alone;
@@ -590,10 +589,9 @@ extern "C" void step(const Row *table, long count, const Settings *settings, int
         together.bad += apart.bad;
     };
     std::vector<std::thread> others;
-    others.reserve(threads);
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(run);
-    } catch (const std::system_error &) {  // no more threads to be had: fewer do the same
+    } catch (const std::system_error &) {  // the system has no more: those that started do the work
     }
     size = others.size() + 1;
     run();

@@ -35,16 +35,16 @@ def step(
 def prepare(
     config, phi, acc, p, g, t, scale, dims, eps_scale, timescales
 ) -> tuple[Accumulators, Tensor, Tensor, list[Tensor], Tensor]:
-    """New accumulators, and the first layer as w, X, [y..]: it is w X + y0 + y1; then the scale."""
+    """New accumulators; w, X and ys of the first layer, w X + ys[0] + ys[1]; and the scale."""
     eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
     g = features.clean(g, features.CLIP[config.net]).to(acc.V)
     acc = features.accumulate(acc, g, dims, rates, eps)
-    found = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
-    *vectors, (w, X) = first_layer(phi["w0"], found, eps)
+    x = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
+    *vectors, (w, X) = first_layer(phi["w0"], x, eps)
     y = phi["b0"]  # (S | 1, h)
     if config.net == "small_fc":
-        T = features.time_features(t.reshape(-1), config.t_max, config.spec, timescales)
-        y = y + (T.unsqueeze(1) @ phi["w0"][:, -T.shape[-1] :]).squeeze(1)
+        x_time = features.time_features(t.reshape(-1), config.t_max, config.spec, timescales)
+        y = y + (x_time.unsqueeze(1) @ phi["w0"][:, -x_time.shape[-1] :]).squeeze(1)
         scale = scale * features.annealing(t, config.t_max, config.anneal)
     ys = [(a @ x.flatten(2)).unflatten(-1, x.shape[2:]) for a, x in vectors]  # (S, h, *shape)
     y = trailing(y, X.ndim)
@@ -74,7 +74,7 @@ def update(
 
 def first_layer(
     w0: Tensor,  # (S | 1, F, h)
-    found: dict[str, Tensor],  # from features.parameter_features
+    inputs: dict[str, Tensor],  # from features.parameter_features
     eps: Eps,
 ) -> list[tuple[Tensor, Tensor]]:
     """W0 with the normalisers in it, (S, h, k), and the features, (S, k, *shape), by shape.
@@ -83,7 +83,7 @@ def first_layer(
     """
     groups: dict[tuple[bool, ...], list[tuple[Tensor, Tensor]]] = {}
     start = 0
-    for x in found.values():
+    for x in inputs.values():
         axes = tuple(bool(n == 1) for n in x.shape[2:])
         rows = w0[:, start : start + x.shape[1]]
         groups.setdefault(axes, []).append((rows, x))
@@ -92,6 +92,6 @@ def first_layer(
     for axes in sorted(groups, key=lambda axes: -sum(axes)):
         rows, xs = zip(*groups[axes], strict=True)
         x = torch.cat(xs, 1)
-        norm = features.inverse_rms(features.mean_square(x), eps)
+        norm = features.inverse_rms(x.square().flatten(2).mean(-1), eps)
         layers.append((torch.cat(rows, 1).mT * norm.unsqueeze(1), x))
     return layers

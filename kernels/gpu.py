@@ -124,7 +124,7 @@ def at_least(x, low):
 
 @triton.jit
 def safe(x, FACTOR: tl.constexpr):
-    """FACTOR * x, or 1 where x is as good as zero."""
+    """FACTOR * x, or 1 where x counts as zero."""
     return tl.where(x <= TINY, 1.0, FACTOR * x)
 
 
@@ -206,8 +206,8 @@ def factor(rows, plan, index, work, CASE: tl.constexpr):
 
 @triton.jit
 def sides(rows, plan, index, work, CASE: tl.constexpr):
-    """Four values of r_d in a block, or of c_d: its factors of F_grad and of F_mom, the features
-    r_d and 1/sqrt(r_d), not normalised yet; and sums of squares of the features."""
+    """Four values from each r_d (or c_d) of a block: its factors in F_grad and in F_mom, and the
+    features r_d and 1/sqrt(r_d) before normalisation; and the features' sums of squares."""
     row, side, k = job(rows, plan, index, work)
     block = block_of(row, side, k)
     sums, count, n = place(row, SUMS + side) + 9 * block.first, block.count, block.length
@@ -318,7 +318,7 @@ def accumulate(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
 
 @triton.jit
 def fold_side(row, side, k, CASE: tl.constexpr):
-    """The features of r in a block times their part of W0, and b0 and time's part; or of c."""
+    """The features of r (or c) in a block times their rows of W0; r's block adds b0 and time."""
     block, h = block_of(row, side, k), tl.arange(0, CASE.HP)
     w0, ok, vector = row.net + 7 + h, h < CASE.H, row.kind == 0
     bias = tl.load(w0 + CASE.F * CASE.H, ok, 0.0)
@@ -406,17 +406,17 @@ def joined(x, COUNT: tl.constexpr):
 @triton.jit
 def large_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
     """The network on a tile, by products of matrices in float32."""
-    T: tl.constexpr = CASE.R * CASE.W
+    N_TILE: tl.constexpr = CASE.R * CASE.W
     h, w0, w = tl.arange(0, CASE.HP), place(row, FOLDED) + 4, row.net + CASE.w1
-    x_at = tl.reshape(x_at, (T, 1)) * CASE.HP + h[None, :]
-    y_at = tl.reshape(y_at, (T, 1)) * CASE.HP + h[None, :]
-    ok = tl.reshape(ok, (T, 1))
+    x_at = tl.reshape(x_at, (N_TILE, 1)) * CASE.HP + h[None, :]
+    y_at = tl.reshape(y_at, (N_TILE, 1)) * CASE.HP + h[None, :]
+    ok = tl.reshape(ok, (N_TILE, 1))
     a = tl.load(place(row, OUT) + x_at, ok & (row.kind > 0), 0.0)
     a += tl.load(place(row, OUT + 1) + y_at, ok, 0.0)
-    for k in tl.static_range(16, tl.constexpr(CASE.D)):  # what VeLO has more
-        a += tl.reshape(x[k], (T, 1)) * tl.load(w0 + k * CASE.HP + h)[None, :]
+    for k in tl.static_range(16, tl.constexpr(CASE.D)):  # VeLO has more than 16
+        a += tl.reshape(x[k], (N_TILE, 1)) * tl.load(w0 + k * CASE.HP + h)[None, :]
     weights = tl.load(w0 + tl.arange(0, 16)[:, None] * CASE.HP + h[None, :])
-    a = tl.dot(tl.reshape(joined(x, 16), (T, 16)), weights, a, input_precision="ieee")
+    a = tl.dot(tl.reshape(joined(x, 16), (N_TILE, 16)), weights, a, input_precision="ieee")
     real = (h < CASE.H) | (CASE.H == CASE.HP)
     for _ in tl.static_range(1, tl.constexpr(CASE.config.hidden_layers)):
         both = real[:, None] & real[None, :]
@@ -459,7 +459,7 @@ SHAPE = np.dtype([(k, "i8") for k in "AXBYC"] + [(k, "i4") for k in ("kind", "p_
 @functools.lru_cache(maxsize=64)
 def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, list[tuple]]:
     """For tensors of these shapes, kinds and dtypes (SHAPE, one per tensor): the kernels' plan, the
-    size of `work`, and the launches, each with its kernel, index (programs, 3), case and warps."""
+    size of `work`, and the launches: kernel, index (programs, 3), case and warps of each."""
     shape, case, launches = np.frombuffer(shapes, SHAPE), Case(config), []
     A, X, B, Y, C = (shape[k] for k in "AXBYC")
     matrix, n = shape["kind"] > 0, A * B * C * np.stack([X, Y])  # entries of the sides
@@ -483,7 +483,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
     plan[:, SQUARES_N.value], plan[:, V_SUMS_N.value] = programs, means_tiles
 
     def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each tensor as often as it counts, and 0, 1, ... for each."""
+        """Tensor k repeated counts[k] times, and the numbers 0, 1, ... within each tensor."""
         first = np.repeat(counts.cumsum() - counts, counts)
         return np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - first
 

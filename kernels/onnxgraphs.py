@@ -93,8 +93,8 @@ def convert(
 ) -> onnx.GraphProto:
     """A program as ONNX nodes: constants folded, what is unused or computed twice removed."""
     options = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": 20}
-    found = torch.onnx.export(program, custom_translation_table=TABLE, **options)
-    model = onnx_ir.from_proto(onnx_ir.to_proto(found.model))
+    exported = torch.onnx.export(program, custom_translation_table=TABLE, **options)
+    model = onnx_ir.from_proto(onnx_ir.to_proto(exported.model))
     common.InlinePass()(model)
     onnxscript.optimizer.fold_constants(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

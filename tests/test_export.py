@@ -362,5 +362,5 @@ def test_command_line(tmp_path, complaint):
     (tmp_path / "file").touch()
     assert "no learned optimizer" in complaint(export, "nothing_like_it")
     assert "has no exported optimizer: run export.py" in complaint(export, "--verify", "nowhere")
-    assert "choose another --out" in complaint(export, "mulo_m", "--out", tmp_path / "file")
+    assert "File exists" in complaint(export, "mulo_m", "--out", tmp_path / "file")
     assert "give a learned optimizer to export" in complaint(export)

@@ -18,7 +18,8 @@ def all_features(acc, p, g, dims, eps, kind):
     """The network's input without time, (*shape, 28 or 30): raw and normalised."""
     found = features.parameter_features(p, g, acc, dims, eps, kind).values()
     x = torch.cat([f.expand(-1, -1, *p.shape[1:]) for f in found], 1)
-    normalised = x * features.trailing(features.inverse_rms(features.mean_square(x), eps), x.ndim)
+    ms = x.square().flatten(2).mean(-1)
+    normalised = x * features.trailing(features.inverse_rms(ms, eps), x.ndim)
     return x[0].movedim(0, -1), normalised[0].movedim(0, -1)
 
 
