@@ -240,6 +240,7 @@ def pre_activations(task: tasks.Task, theta: training.Theta, x: Tensor) -> dict[
 
 def _prepare_process(files: Iterable[str] = ()) -> None:
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # nets that a bad optimizer killed are full of them, and slow
     training.keep_freed_memory()
     for file in files:  # of registered tasks: a new process does not know them
         tasks.load_file(file)
