@@ -178,12 +178,15 @@ def ranked(x: Tensor) -> Tensor:
     return 1 + below + (equal - 1) / 2
 
 
+def number(x: float) -> str:
+    return "diverged" if math.isnan(x) else f"{x:.3f}" if x < 100 else f"{x:.0e}"
+
+
 def ordered(losses: dict[str, Tensor]) -> str:
     """Mean final losses as text, best first; what diverged is last."""
     means = {name: float(x.mean()) for name, x in losses.items()}
     order = sorted(means, key=lambda name: (math.isnan(means[name]), means[name]))
-    digits = {name: ".3f" if x < 100 else ".0e" for name, x in means.items()}
-    return ", ".join(f"{label(n)} {means[n]:{digits[n]}}" for n in order).replace("nan", "diverged")
+    return ", ".join(f"{label(name)} {number(means[name])}" for name in order)
 
 
 def final_losses(results: Results, jobs: dict[tuple, Job], desc: str) -> dict[tuple, Tensor]:
@@ -223,8 +226,9 @@ def width(suite: Suite, results: Results) -> Finding:
                 found.rows.append([kind, name, w, *cells(x), *change])
             means = [float(x.mean()) for x in some]
             low = min((m for m in means if not math.isnan(m)), default=math.nan)
-            shape = "falls" if falls(some) else f"lowest {low:.3f}"
-            parts.append(f"{label(name)} {means[0]:.3f} -> {means[-1]:.3f} ({shape})")
+            shape = "falls" if falls(some) else f"lowest {number(low)}"
+            ends = f"{number(means[0])} -> {number(means[-1])}"
+            parts.append(f"{label(name)} {ends} ({shape})")
         found.said.append(
             f"{kind}, width {f.widths[0]} to {top}: {'; '.join(parts)}. "
             "(Falls: nowhere up by more than the standard error.)"
