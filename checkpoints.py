@@ -221,15 +221,21 @@ def from_reference(arrays: dict, **config) -> LO:
     return build(_config(config, sizes), phi)
 
 
+NOT_ARRAYS = (AttributeError, EOFError, zipfile.BadZipFile)  # what np.load may raise
+
+
 def _load_npz(path: Path, config: dict) -> LO:
     """The arrays in an .npz; VeLO as it was released, with updates in proportion to RMS(W)."""
     try:
-        arrays = dict(np.load(path))
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
         if any(x.dtype.kind not in "fiu" for x in arrays.values()):
             raise ValueError("not all of its arrays are numbers")
         velo = any("lstm_init" in name for name in arrays)
-        return from_reference(arrays, **({"param_scale_mult": True} if velo else {}) | config)
-    except (EOFError, LookupError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
+        lo = from_reference(arrays, **({"param_scale_mult": True} if velo else {}) | config)
+        lo.mup = False
+        return lo
+    except (*NOT_ARRAYS, LookupError, RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(f"{path} has no learned optimizer's arrays: {why}.") from None
 

@@ -24,11 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-import mulo
 import pes
 import tasks
 import training
-from mulo import LOConfig
+from mulo import LOConfig, SmallFC, VeLO, stacked
 
 CONTEXT = 0.6 * 2**30  # bytes of a CUDA context and of cuBLAS workspaces, about
 LAUNCH = 4e-6  # seconds between the starts of two small kernels from Python
@@ -171,9 +170,7 @@ def nets_step(task: tasks.Task, optimizer: LOConfig | str, n: int) -> Nets:
     learned = isinstance(optimizer, LOConfig)
     if learned:
         with torch.device("meta"):
-            phi = mulo.stacked(
-                {"small_fc": mulo.SmallFC, "velo": mulo.VeLO}[optimizer.net](optimizer)
-            )
+            phi = stacked({"small_fc": SmallFC, "velo": VeLO}[optimizer.net](optimizer))
         opt = training.Learned(optimizer, task, "meta")
         state = opt.init(theta, phi, torch.full((n,), 1000.0))
         weights, t = opt.prepare(phi), torch.zeros(n, device="meta")

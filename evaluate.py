@@ -13,7 +13,7 @@
 
 A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
 training loss averaged over 50 equal windows, nan after divergence. With --test, nets train without
-the test data, and their test losses follow after a bar. Nets that are there are not trained again,
+the test data, and their test losses follow after " | ". Nets that are there are not trained again,
 unless with --fresh. The claims are in `paper/`, which builds on this file; only the commands, at
 the end, import it.
 """
@@ -140,9 +140,9 @@ class Job:
         A digest of the weights or tuned values, rules, batch size, what was held out and the file
         of a registered task tells namesakes apart.
         """
-        values, task = self.values, self.get_task()
-        if self.who.lo is None and values is None:
-            values = self._tuned()  # raises the reason
+        task, values = self.get_task(), None
+        if not self.who.lo:
+            values = self.values or self._tuned()  # raises if it is not tuned
         what = list(values.values()) if values else checkpoints.digest(self.who.lo)
         what = f"{what} {self.who.rules} {task.batch_size}" + (task.own.digest if task.own else "")
         what += " test" * self.test
@@ -259,7 +259,7 @@ class Results:
         processes: int = 1,
         fresh: bool = False,
         backend: str = "auto",
-        at_once: int | None = None,  # nets side by side, but for activations; None: all seeds
+        at_once: int | None = None,  # seeds side by side (not for activations); None: all
     ):
         self.folder, self.processes, self.fresh = folder, processes, fresh
         self.at_once = at_once
@@ -406,8 +406,10 @@ def _task(args: argparse.Namespace) -> None:
         raise ValueError("say which optimizers to compare: --who mulo_m adamw")
     results = Results(args.out, args.device, args.processes, args.fresh, args.backend)
     who, seeds = [contender(x) for x in args.who], tuple(range(args.seeds))
-    how = args.steps, args.schedule, seeds, (), args.test
-    jobs = [[Job(c, name, *how) for c in who] for name in args.tasks]
+    jobs = [
+        [Job(c, name, args.steps, args.schedule, seeds, test=args.test) for c in who]
+        for name in args.tasks
+    ]
     results.run(itertools.chain(*jobs))
     print(f"{'':26}" + "".join(f"{c.name:>24}" for c in who))
     for row in jobs:
@@ -438,7 +440,7 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _claims(args: argparse.Namespace) -> None:
     """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from paper import ablations, claims, plan, report, resnet, transfer  # noqa: F401 (experiments)
+    from paper import claims, plan, report
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
@@ -462,7 +464,8 @@ def _complete(args: argparse.Namespace) -> None:
     counts = [getattr(args, k, None) for k in ("seeds", "steps", "width", "processes", "at_once")]
     if any(n is not None and n < 1 for n in counts):
         raise ValueError("--seeds, --steps, --width, --processes, --at-once must be 1 or more.")
-    metatrain.check_device(args.device)
+    if not getattr(args, "dry_run", False):
+        metatrain.check_device(args.device)
     if "processes" in args:
         args.processes = args.processes or (os.cpu_count() if args.device == "cpu" else 1)
         scale = getattr(args, "scale", "desk")

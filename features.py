@@ -35,7 +35,7 @@ FRACTIONS = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
 BETA_M, BETA_V, BETA_RC = (0.9, 0.99, 0.999), (0.999,), (0.9, 0.99, 0.999)
 
 TINY = 1e-28  # a mean square (or mean of g^2) this small counts as zero
-CLIP = {"small_fc": 1e15, "velo": 1000.0}  # of gradients; sums of g^2 beyond 1e30 could overflow
+CLIP = {"small_fc": 1e15, "velo": 1000.0}  # bound on |g|: g^2 stays finite; 1000 is the reference's
 
 Phi = dict[str, Tensor]  # weights of a learned optimizer, with a leading axis: S, or 1 if shared
 Dims = tuple[int, int] | None  # (d1, d0) as negative axes; None for rank 0 and 1
@@ -136,11 +136,12 @@ def over(x: Tensor, unit: Tensor | None) -> Tensor:
 
 
 def accumulator_shapes(shape: tuple[int, ...], dims: Dims) -> list[tuple[int, ...]]:
-    """The shapes of M, V, r and c for a stack of shape (S, *shape)."""
+    """The shapes of M, V, r and c for a stack; here `shape` is (S, ...), not one tensor's."""
     M = (shape[0], 3, *shape[1:])
     r, c = list(M), list(M)
     if dims is not None:
-        r[dims[1]], c[dims[0]] = 1, 1
+        d1, d0 = dims
+        r[d0], c[d1] = 1, 1
     return [M, tuple(shape), tuple(r), tuple(c)]
 
 
@@ -165,7 +166,7 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 def rates_of(phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    if "rate_M" in phi:  # computed before, for many steps
+    if "rate_M" in phi:  # precomputed by mulo.Weights
         return Rates(*(phi[f"rate_{name}"] for name in Rates._fields))
     zero = phi["w0"].new_zeros((1,) * (phi["w0"].ndim - 1))
     return Rates(
@@ -184,10 +185,10 @@ def accumulate(acc: Accumulators, g: Tensor, dims: Dims, rates: Rates, eps: Eps)
     M = torch.lerp(acc.M, g.unsqueeze(1), trailing(rates.M, acc.M.ndim))
     V = torch.lerp(acc.V, q, trailing(rates.V[:, 0], q.ndim))
     row, col = (q, q) if dims is None else (q.mean(dims[1], True), q.mean(dims[0], True))
-    floor = 0.0 if eps.mode == "relative" else trailing(1e-30 * eps.scale, q.ndim)
+    e30 = 0.0 if eps.mode == "relative" else trailing(1e-30 * eps.scale, q.ndim)
     rate = trailing(rates.rc, acc.r.ndim)
-    r = torch.lerp(acc.r, (row + floor).unsqueeze(1), rate)
-    return Accumulators(M, V, r, torch.lerp(acc.c, (col + floor).unsqueeze(1), rate))
+    r = torch.lerp(acc.r, (row + e30).unsqueeze(1), rate)
+    return Accumulators(M, V, r, torch.lerp(acc.c, (col + e30).unsqueeze(1), rate))
 
 
 # ---------------------------------------------------------------- per-parameter features
@@ -201,25 +202,26 @@ def parameter_features(
     eps: Eps,
     kind: str,  # "small_fc", "velo" or "velo_paper"
 ) -> dict[str, Tensor]:
-    """The network's inputs in their order, (S, 1 or 3, *shape) each, before normalisation.
+    """The network's inputs, (S, 1 or 3, *shape) each, before normalisation: the columns of A_hat.
 
-    Row and column features keep size 1 along the axis that was averaged. This dict is the only list
-    of features: names, counts and the size of the network follow from it (`feature_names`).
+    Their order is the reference's. Row and column features keep size 1 along the averaged axis.
+    This dict is the only list of features: names, counts and the size of the network follow from it
+    (`feature_names`).
     DIVERGES: g/sqrt(V) is in the reference's VeLO (30 features) but not in the paper's table (29).
     """
     M, r, c = acc.M, acc.r, acc.c
     p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
     e = epsilons(V, r, eps)
-    inv_M = (V + e.M).rsqrt()
-    inv_V = inv_M if e.V is e.M else (V + e.V).rsqrt()
+    by_V = (V + e.M).rsqrt()  # multiplies M and g
+    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()  # the feature; one pass less if equal
     F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
     x = {"g": g}
     if kind != "small_fc":
         x["clip(g)"] = g.clamp(-0.1, 0.1)
-    x |= {"p": p, "M": M, "V": over(V, e.unit_V), "M/sqrt(V)": M * inv_M, "1/sqrt(V)": inv_V}
+    x |= {"p": p, "M": M, "V": over(V, e.unit_V), "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V}
     x["g*F"] = g * F_g
     if kind == "velo":
-        x["g/sqrt(V)"] = g * inv_M
+        x["g/sqrt(V)"] = g * by_V
     x |= {"r": over(r, e.unit_r), "c": over(c, e.unit_r)}
     x |= {"1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
     x["M*F"] = M * F_m
@@ -241,7 +243,7 @@ def feature_names(kind: str) -> tuple[str, ...]:
 
 
 class Epsilons(NamedTuple):
-    """What keeps the features finite, per tensor: (S, 1, ...) or a number each."""
+    """Per tensor, (S, 1, ...) or a number: the units of V, r, c, and what is added under roots."""
 
     unit_V: Tensor | None  # V is divided by this before the network sees it
     unit_r: Tensor | None  # so are r and c
@@ -251,7 +253,7 @@ class Epsilons(NamedTuple):
 
 
 def epsilons(V: Tensor, r: Tensor, eps: Eps) -> Epsilons:
-    """Relative epsilons are tied to a tensor's mean V and r: rescaling the loss changes nothing."""
+    """The epsilons of each tensor. Relative ones are fractions of its mean V and mean r."""
     if eps.mode == "relative":
         V, r = mean_over(V, 1), mean_over(r, 2)
         return Epsilons(or_one(V), or_one(r), or_one(V, 1e-8), or_one(V, 1e-2), or_one(r, 1e-2))
@@ -260,7 +262,7 @@ def epsilons(V: Tensor, r: Tensor, eps: Eps) -> Epsilons:
 
 
 def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[Tensor, Tensor]:
-    """sqrt(mean(r) / (r c^T)): the factors F_g of g and F_m of M, (S, 3, *shape) each."""
+    """sqrt(mean(r) / (r c^T)), or 1 / sqrt(c) for vectors: F_g for g, F_m for M, (S, 3, *shape)."""
     e9, e6 = (trailing(e * eps.scale, r.ndim) for e in (1e-9, 1e-6))
     if eps.mode == "relative":
         mean = mean_over(r, 2)  # one per tensor and decay
@@ -269,10 +271,10 @@ def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[T
             F = (r / or_one(mean)).clamp_min(1e-8).rsqrt() * F
         return F, F
     if dims is not None:
-        mean = r.mean(dims[0], True)  # over d1: one per decay and batch index
+        mean = r.mean(dims[0], True)  # over d1 = dims[0]: one per decay and batch index
         F = (r / (mean + e9)).clamp(min=e9).rsqrt() * c.clamp(min=e9).rsqrt()
         return F, F
-    # DIVERGES: the reference's VeLO has no epsilon in F_mom.
+    # DIVERGES: the reference's VeLO has no epsilon in F_m for vectors.
     return (c + e9).rsqrt(), (c if velo else c + e6).rsqrt()
 
 
@@ -294,15 +296,15 @@ def time_features(
     t = wide(t) if t_max is None else wide(t).clamp_max(t_max)
     if timescales is None:
         timescales = constant(TIMESCALES, t.dtype, t.device)
-    x = t.unsqueeze(-1) / timescales
-    return torch.tanh(x if spec == "paper" else x - 1)
+    ratio = t.unsqueeze(-1) / timescales
+    return torch.tanh(ratio if spec == "paper" else ratio - 1)
 
 
 def annealing(t: Tensor, t_max: float | None, power: float) -> Tensor | float:
     """The factor on updates beyond the meta-trained horizon, (t_max / t)^power; 1 up to it.
 
-    DIVERGES: the reference has no horizon. At the rate that was best for t_max steps the loss stops
-    falling some time after it, as it would under Adam.
+    DIVERGES: the reference has no horizon. With updates that suit t_max steps, the loss stops
+    falling some time after t_max, as Adam's does at a constant learning rate.
     """
     if t_max is None or not power:
         return 1.0
@@ -315,7 +317,7 @@ def annealing(t: Tensor, t_max: float | None, power: float) -> Tensor | float:
 def fraction_features(
     t: Tensor, num_steps: Tensor, spec: str, fractions: Tensor | None = None
 ) -> Tensor:
-    """VeLO's time features, tanh(10 (t/T - x)) for the 9 fractions x, (..., 9).
+    """VeLO's time features, tanh(10 (t/T - x)) for the 9 fractions x, (..., 9); T is `num_steps`.
 
     DIVERGES: the paper writes tanh(t/T - 10x), which is saturated at almost every t.
     """
@@ -338,10 +340,10 @@ def init_loss_buffer(*batch: int, device: torch.device | str | None = None) -> L
 
 
 def loss_decays(num_steps: int, bugged: bool, device: torch.device | str | None = None) -> Tensor:
-    """The decays of the 10 means: half-lives from 10 steps to num_steps (all 10 if "bugged")."""
+    """The decays of the 10 means: time constants from 10 steps to num_steps (all 10 if bugged)."""
     top = 1.0 if bugged else math.log10(num_steps)
-    half_lives = 10 ** torch.linspace(1, top, 10, dtype=torch.float32, device=device)
-    return torch.exp(-1 / half_lives)
+    time_constants = 10 ** torch.linspace(1, top, 10, dtype=torch.float32, device=device)
+    return torch.exp(-1 / time_constants)
 
 
 def loss_features(
@@ -356,14 +358,14 @@ def loss_features(
     the features are 0 for the first two steps. All in float32 like the reference: 1 - decay^n loses
     digits.
     """
-    counts = loss.isfinite().unsqueeze(-1)
+    finite = loss.isfinite().unsqueeze(-1)
     n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
     largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
-    means = torch.where(counts, buffer.means * decay + loss * (1 - decay), buffer.means)
-    n = torch.where(counts, n, n - 1)
+    means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
+    n = torch.where(finite, n, n - 1)
     ema = means / (1 - decay**n)
-    low = torch.where(counts, torch.minimum(buffer.low, ema), buffer.low)
+    low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1
     x = torch.where(n <= 2, torch.zeros_like(x), x.clamp(-1, 1))
     return LossBuffer(means, low, n.squeeze(-1)), x
@@ -393,17 +395,16 @@ def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
 def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None) -> Tensor:
     """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (S, 12).
 
-    They see the accumulators of the step before. The paper's var_rms subtracts the mean of the
-    *momentum* from V, and so does the reference; with variances about the mean that is
-    mean((V - m)^2) = var(V) + (mean(V) - m)^2.
+    They see the accumulators of the step before. The paper's var_rms subtracts m_k, the mean of the
+    *momentum*, from V, and so does the reference: mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
     """
-    k = mean_square(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
+    inv_rms = mean_square(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
     parts = [var_mean(x) for x in M.flatten(2).unbind(1)]  # one by one: less memory
     var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
     var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))
-    var_rms = (var_V + (mean_V - mean_M).square()) * k.square()
+    var_rms = (var_V + (mean_V - mean_M).square()) * inv_rms.square()
     if rank is None:  # axes longer than 1; given when p comes flattened
         rank = sum(n > 1 for n in p.shape[1:])
-    rank = (torch.arange(5, device=p.device) == rank).to(k.dtype)  # none for rank 5
-    var_mom = squash(var_M * k.square())
-    return torch.cat([squash(mean_V * k), rank.expand(p.shape[0], 5), var_mom, squash(var_rms)], -1)
+    one_hot = (torch.arange(5, device=p.device) == rank).to(inv_rms.dtype)  # all 0 above rank 4
+    mean_rms, var_mom = squash(mean_V * inv_rms), squash(var_M * inv_rms.square())
+    return torch.cat([mean_rms, one_hot.expand(p.shape[0], 5), var_mom, squash(var_rms)], -1)

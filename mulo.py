@@ -9,8 +9,9 @@ In this order: the configuration, the networks `SmallFC` and `VeLO`, the step as
 (eq. 2 and 3), and the Optimizer. `features.py` has what the networks see, `roles.py` the rules of
 μP, `checkpoints.py` the files; all public names are here. `kernels/` has the same step made fast.
 
-Weights phi are dicts of tensors with a leading axis: 1 if all tensors share them, else one set for
-each tensor of a stack (VeLO generates them, and each particle of meta-training has its own).
+Weights phi are dicts of tensors with leading axes, 1 where shared: (S | 1, ...) in `step`, and
+(P | 1, T | 1, ...) in `Weights`, for P nets (particles of meta-training; 1 in MuLO) of T tensors.
+The paper's T, the length of a run, is `num_steps` here.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from features import Accumulators, Dims, Eps, LossBuffer, Phi, trailing
 from kernels import folded
 from roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
 
-FILES = ("from_pylo", "from_reference", "load", "save")  # of checkpoints.py
+CHECKPOINT_NAMES = ("from_pylo", "from_reference", "load", "save")  # of checkpoints.py
 __all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "infer_roles", "init_"]
-__all__ += ["multiply_outputs_", "param_groups", *FILES]
+__all__ += ["multiply_outputs_", "param_groups", *CHECKPOINT_NAMES]
 
 
 def __getattr__(name: str):
-    """Import `FILES` when they are first used, as checkpoints.py imports this module."""
-    if name in FILES:
+    """Import `CHECKPOINT_NAMES` on first use, as checkpoints.py imports this module."""
+    if name in CHECKPOINT_NAMES:
         import checkpoints
 
         return getattr(checkpoints, name)
@@ -65,13 +66,13 @@ class LOConfig:
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
     t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
     anneal: float = 0.0  # small_fc: beyond t_max updates shrink as (t_max / t)^anneal
-    input_base: float | None = None  # of roles.size_factor: the input size in meta-training
-    by_channels: bool = False  # of roles.size_factor: hidden convolutions, by 1/channels
-    multipliers: bool = False  # small_fc: learned factors on updates, by roles.TENSOR_KINDS
+    input_base: float | None = None  # inputs in meta-training: see roles.size_factor
+    by_channels: bool = False  # hidden convolutions by 1/channels: see roles.size_factor
+    multipliers: bool = False  # small_fc: a learned factor for each of roles.TENSOR_KINDS
     lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
     param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
     param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
-    use_bugged_loss_features: bool = False  # VeLO: all loss half-lives 10, for old checkpoints
+    use_bugged_loss_features: bool = False  # VeLO: all loss means over 10 steps (old checkpoints)
 
     def __post_init__(self):
         choices = {"net": ("small_fc", "velo"), "spec": ("reference", "paper")}
@@ -144,9 +145,9 @@ class SmallFC(LO):
         for k, (n, m) in enumerate(pairwise(sizes)):
             phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
             phi[f"b{k}"] = torch.zeros(m)
-        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        decays |= {"multipliers": len(roles.TENSOR_KINDS)} if config.multipliers else {}
-        return phi | {name: torch.zeros(n) for name, n in decays.items()}
+        vectors = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        vectors |= {"multipliers": len(roles.TENSOR_KINDS)} if config.multipliers else {}
+        return phi | {name: torch.zeros(n) for name, n in vectors.items()}
 
     def forward(self, A: Tensor) -> Tensor:
         """The bare network: features (..., 39) -> [d, m] (..., 2)."""
@@ -154,7 +155,7 @@ class SmallFC(LO):
 
 
 class VeLO(LO):
-    """An LSTM over tensors that generates, each step, every tensor's own MLP and rate alpha."""
+    """An LSTM that generates, at each step, an MLP and a learning rate alpha for every tensor."""
 
     def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
         super().__init__(
@@ -203,7 +204,7 @@ def lstm_step(
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
 ) -> tuple[Tensor, Tensor]:
-    """One step of the LSTM over the tensors of a net, which mix by a maximum: new h and cell."""
+    """One LSTM step for every tensor, fed with its own features and a maximum over all tensors."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
@@ -217,8 +218,8 @@ def lstm_step(
 def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
     """From the LSTM's output h (P, T, H): MLP weights (P, T, ...) and the rate alpha (P, T).
 
-    theta = 100 mean_k(control_k theta_k) over the bank. DIVERGES: alpha is the raw linear output,
-    which may be negative; the paper only calls it a learning-rate multiplier.
+    phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
+    negative; the paper only calls it a learning-rate multiplier.
     """
     control = h @ phi["controls_w"] + phi["controls_b"].unsqueeze(-2)  # (P, T, K)
     control = control * (100 / config.param_inits)
@@ -243,7 +244,7 @@ def generate(
     cell: Tensor,  # (P, T, H)
     fractions: Tensor | None = None,  # an exported graph passes its own, as for `timescales`
 ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
-    """VeLO before each step: advance the LSTM; return its state, and each tensor's MLP and alpha.
+    """VeLO before each step: advance the LSTM. Returns memory, h, cell, MLP weights and alpha.
 
     P nets of T tensors each; the weights are (P, T, ...), alpha is (P, T).
     """
@@ -281,25 +282,25 @@ def step(
     acc = features.accumulate(acc, g, dims, rates, eps)
     x = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
     A_hat = torch.cat([x_k.expand(-1, -1, *shape).flatten(2).mT for x_k in x.values()], -1)
-    A = A_hat * features.inverse_rms(A_hat.square().mean(1), eps).unsqueeze(1)  # (S, n, 28)
+    A = A_hat * features.inverse_rms(A_hat.square().mean(1), eps).unsqueeze(1)  # A_bar, (S, n, 28)
     if config.net == "small_fc":
         x_time = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)
         A = torch.cat([A, x_time.expand(len(p), A.shape[1], -1)], -1)  # (S, n, 39)
         scale = scale * features.annealing(t, config.t_max, config.anneal)
     d, m = mlp(phi, A, config.hidden_layers).unflatten(1, shape).unbind(-1)  # (S, *shape) each
-    update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2
+    update = config.lam1 * d * (config.lam2 * m).exp()  # eq. 2; alpha is in `scale`
     new_p = p - trailing(scale, p.ndim) * update - trailing(decay, p.ndim) * p  # eq. 3, and decay
     return acc, new_p
 
 
 @dataclasses.dataclass
 class Stack:
-    """P tensors of one shape and their accumulators, which `advance_` updates in place."""
+    """P tensors of one shape (the S of `step`) and their accumulators; `advance_` updates them."""
 
     p: Tensor  # (P, *shape)
     acc: Accumulators
     dims: Dims
-    rows: np.ndarray | None = None  # for kernels: one row per tensor, from kernels.rows
+    rows: np.ndarray | None = None  # addresses, by kernels.rows; None: no kernel
 
 
 class Weights:
@@ -433,11 +434,11 @@ class MuLO(torch.optim.Optimizer):
             backend = kernels.choose(self.backend, self.lo.config, device)
             values = self._values([params[k][1] for k in here], device)
             if velo:
-                phi_here = {k: w[:, part].to(device) for k, w in phi.items()}
+                phi_here = {name: w[:, part].to(device) for name, w in phi.items()}
                 weights = Weights(self.lo.config, phi_here, backend)
                 values[1] *= alpha[:, part].to(device)
             else:
-                weights = self._on(device)
+                weights = self._weights_on(device)
                 if self.lo.config.multipliers:
                     kinds = roles.kind_indices([params[k][1]["kind"] for k in here], device)
                     values[1] *= roles.learned_factors(weights.phi["multipliers"], kinds)
@@ -473,7 +474,7 @@ class MuLO(torch.optim.Optimizer):
         values = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)
         return features.send(values, device)
 
-    def _on(self, device: torch.device) -> Weights:
+    def _weights_on(self, device: torch.device) -> Weights:
         """The learned optimizer's weights on a device, cached until they change."""
         config, weights = self.lo.config, list(self.lo._parameters.values())
         if weights[0].device.type == "cpu":
@@ -518,19 +519,19 @@ class MuLO(torch.optim.Optimizer):
     def _generate(
         self, params: list[tuple[nn.Parameter, dict]], stacks: list[Stack], loss: Tensor | float
     ) -> tuple[Phi, Tensor]:
-        """VeLO: run the LSTM over all T tensors; their MLPs, (1, T, ...), and alphas, (1, T)."""
+        """VeLO: step the LSTM of all T tensors; their MLPs, (1, T, ...), and alphas, (1, T)."""
         config, device = self.lo.config, params[0][0].device
         loss = features.send(torch.as_tensor(loss, dtype=torch.float32).detach(), device)
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
-        memory = self.state["loss"] if "loss" in self.state else None
+        memory = self.state.get("loss")
         memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device=device)
         memory = LossBuffer(*(x[None].to(device) for x in memory))
         states = [self.state[p] for p, _ in params]
         x_tensor = [features.tensor_features(x.p, x.acc.M, x.acc.V).float() for x in stacks]
         x_tensor = torch.cat([x.to(device) for x in x_tensor])
         h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
-        lo_phi = {k: w[0] for k, w in self._on(device).phi.items()}
+        lo_phi = {k: w[0] for k, w in self._weights_on(device).phi.items()}
         decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
         t = self._values([group for _, group in params], device)[0]
         per_tensor = (x[None] for x in (x_tensor, h, cell))
@@ -572,8 +573,8 @@ class MuLO(torch.optim.Optimizer):
 
         saved = checkpoints.check_optimizer_state(self, state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        later = ("names", "role", *roles.UNSCALED)  # keys that older files do not have
-        groups = [{k: g[k] for k in later if k in g} | old for g, old in pairs]
+        new_keys = ("names", "role", *roles.UNSCALED)  # missing in older files
+        groups = [{k: g[k] for k in new_keys if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
             how = {"device": p.device, "dtype": torch.float32, "copy": True}

@@ -5,8 +5,8 @@
         row = trainer.advance()             # an outer step: its meta-loss, and so on
 
 Paper: eq. 1 (the meta-objective), section 2 and appendix C. Pairs of nets are trained side by side
-with phi + eps and phi - eps for a few steps at a time (a truncation); each pair remembers its past
-perturbations xi, so that unrolls of many truncations are not biased. The two halves of a pair share
+with phi + eps and phi - eps for a few steps at a time (a truncation); each pair keeps xi, the sum
+of its past perturbations, which removes the bias of truncation. The two halves of a pair share
 initial weights, data and length; everything else about a pair follows from its own seed, so the
 result does not depend on how pairs are spread over micro-batches or processes. `metatrain.py` has
 the recipes, and runs that can be resumed.
@@ -51,10 +51,10 @@ def pes_gradient(
     weight = mask / mask.sum(0).clamp_min(1)  # (steps, n)
     delta = torch.where(good & mask, delta, 0) * weight
     old, new = (delta * ~began).sum(0), (delta * began).sum(0)  # (n,)
-    total = xi + eps
-    grad = (old.unsqueeze(1) * total + new.unsqueeze(1) * eps).sum(0)
+    new_xi = xi + eps
+    grad = (old.unsqueeze(1) * new_xi + new.unsqueeze(1) * eps).sum(0)
     grad = grad / (2 * sigma**2 * good.sum().clamp_min(1))
-    return grad, torch.where(began[-1].unsqueeze(1), eps, total)
+    return grad, torch.where(began[-1].unsqueeze(1), eps, new_xi)
 
 
 def good_pairs(delta: Tensor, mask: Tensor) -> Tensor:
@@ -92,12 +92,12 @@ class Particles:
         n, weights = len(pairs), list(lo.parameters())
         shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
         self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
-        self.t, self.length = torch.zeros(n), torch.zeros(n)  # so that all begin at once
+        self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all start at once
         self.scheduled = torch.tensor([k < recipe.cosine * recipe.pairs for k in pairs])
         only = [not recipe.only or name in recipe.only for name, _ in lo.named_parameters()]
         sizes = torch.tensor([w.numel() for w in weights])
-        self.trained = torch.tensor(only).repeat_interleave(sizes)  # (D,)
-        self.xi = torch.zeros(n, sum(w.numel() for w in weights), device=device)
+        self.trained = torch.tensor(only).repeat_interleave(sizes)  # (D,): weights to perturb
+        self.xi = torch.zeros(n, len(self.trained), device=device)
         lengths = torch.full((2 * n,), float(recipe.unroll))
         self.state = self.opt.init(self.theta, mulo.stacked(lo), lengths)
         self.begun = False
@@ -115,13 +115,13 @@ class Particles:
         phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
         weights = self.opt.prepare(phis)
         began, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
-        total, gone, diverged = 0.0, 0, torch.zeros(n, dtype=torch.bool, device=device)
+        loss_sum, num_diverged, diverged = 0.0, 0, torch.zeros(n, dtype=torch.bool, device=device)
         for k in range(self.r.truncation):
-            over = self.t >= self.length
-            if over.any():
-                self._restart(over, phis)
-                diverged &= ~features.send(over, device)
-                began = began | over
+            finished = self.t >= self.length
+            if finished.any():
+                self._restart(finished, phis)
+                diverged &= ~features.send(finished, device)
+                began = began | finished  # not |=: `flags` holds the old tensor
             batch = training.batches(self.data, self.generators, self.task.batch_size, copies=2)
             losses = self.inner_step(weights, batch)
             finite = losses.isfinite()
@@ -131,16 +131,16 @@ class Particles:
                 weight = 1 - self.r.late + self.r.late * 2 * self.t / self.length  # 1 on average
                 deltas[-1] *= features.send(weight, device)
             flags.append(began)
-            total += clipped.mean()
+            loss_sum += clipped.mean()
             self.t += 1
             diverged |= ~finite.view(2, n).all(0)
             if device.type == "cpu" or k == self.r.truncation - 1:  # reading it syncs a GPU
-                ended = diverged.cpu()
-                self.length = torch.where(ended, self.t, self.length)  # restart at the next step
-                gone += int(ended.sum())
+                to_restart = diverged.cpu()
+                self.length = torch.where(to_restart, self.t, self.length)  # at the next step
+                num_diverged += int(to_restart.sum())
                 diverged.zero_()
         flags = torch.stack(flags).to(device)
-        return torch.stack(deltas), flags, eps, total / self.r.truncation, gone
+        return torch.stack(deltas), flags, eps, loss_sum / self.r.truncation, num_diverged
 
     def inner_step(self, weights, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
@@ -154,9 +154,9 @@ class Particles:
         self.opt.step(weights, self.state, self.theta, grads, losses, t, lr)
         return losses
 
-    def _restart(self, over: Tensor, phi: Phi) -> None:
-        """Begin a new unroll in the pairs that are over, (n,) bool."""
-        n, which = len(self.t), over.nonzero().flatten().tolist()
+    def _restart(self, finished: Tensor, phi: Phi) -> None:
+        """Begin a new unroll in the pairs that are finished, (n,) bool."""
+        n, which = len(self.t), finished.nonzero().flatten().tolist()
         length = torch.stack([self._length(self.generators[k]) for k in which])
         self.t[which], self.length[which] = 0, length
         if not self.begun:  # the first unrolls are cut short, so that pairs do not reset together
@@ -216,14 +216,14 @@ class Trainer:
         self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
         rules = roles.ALL if recipe.mup else ()
         self.tasks = [dataclasses.replace(task, rules=rules) for task in recipe.tasks()]
-        share, sets = recipe.pairs // self.world, {}
+        share, datasets = recipe.pairs // self.world, {}
         mine = range(recipe.pairs)[self.rank * share : (self.rank + 1) * share]
         parts = [mine[k : k + recipe.micro_batch] for k in range(0, share, recipe.micro_batch)]
         self.particles = []
         for n, task in enumerate(self.tasks):
-            if data and task.kind not in sets:
-                sets[task.kind] = task.data(device=str(self.phi.device))
-            rest = 100 * recipe.seed + n, sets.get(task.kind)
+            if data and task.kind not in datasets:
+                datasets[task.kind] = task.data(device=str(self.phi.device))
+            rest = 100 * recipe.seed + n, datasets.get(task.kind)
             self.particles.append([Particles(task, recipe, lo, part, *rest) for part in parts])
 
     def rate(self) -> float:
@@ -235,28 +235,26 @@ class Trainer:
         return recipe.lr_end + (recipe.lr - recipe.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
 
     def estimate(self, groups: list[Particles]) -> Tensor:
-        """A task's truncation, summed over pairs: meta-gradient, good, loss, diverged, (D + 3,)."""
-        parts = [p.truncation(self.phi.detach()) for p in groups]
-        delta, began = (torch.cat(x, 1) for x in list(zip(*parts, strict=True))[:2])
-        eps, xi = torch.cat([part[2] for part in parts]), torch.cat([p.xi for p in groups])
-        mask = torch.ones_like(began)
+        """Sums over a task's pairs, (D + 3,): meta-gradient, finite pairs, loss, diverged pairs."""
+        parts = zip(*(p.truncation(self.phi.detach()) for p in groups), strict=True)
+        delta, began, eps, losses, diverged = parts  # one entry per micro-batch
+        delta, began, eps = torch.cat(delta, 1), torch.cat(began, 1), torch.cat(eps)
+        xi, mask = torch.cat([p.xi for p in groups]), torch.ones_like(began)  # every step counts
         grad, xi = pes_gradient(delta, began, mask, eps, xi, self.r.sigma)
         for p, part in zip(groups, xi.split([len(p.xi) for p in groups]), strict=True):
             p.xi = part
         good = good_pairs(delta, mask).sum()
-        loss = sum(part[3] * len(p.xi) for p, part in zip(groups, parts, strict=True))
-        gone = sum(part[4] for part in parts)
-        return torch.cat(
-            [grad * good, torch.stack([good.to(loss), loss, torch.full_like(loss, gone)])]
-        )
+        loss = sum(x * len(p.xi) for p, x in zip(groups, losses, strict=True))
+        counts = torch.stack([good.to(loss), loss, torch.full_like(loss, sum(diverged))])
+        return torch.cat([grad * good, counts])  # sums, so that processes can add them
 
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
         """One outer step; returns what goes into the log."""
         recipe, D, n = self.r, len(self.phi), len(self.tasks)
-        now = [k % n for k in range(self.step * recipe.per_step, (self.step + 1) * recipe.per_step)]
-        now = now or range(n)  # which tasks
-        sums = torch.stack([self.estimate(self.particles[k]) for k in now])  # (tasks, D + 3)
+        start = self.step * recipe.per_step
+        chosen = [k % n for k in range(start, start + recipe.per_step)] or range(n)  # tasks
+        sums = torch.stack([self.estimate(self.particles[k]) for k in chosen])  # (tasks, D + 3)
         wants = torch.tensor([float(self.wants_stop), float(self.wants_save)]).to(sums)
         flat = torch.cat([sums.flatten(), wants])
         if self.world > 1:
@@ -265,13 +263,13 @@ class Trainer:
         self.stop, self.save = (flat[-2:] > 0).tolist()
         good, losses = sums[:, D], sums[:, D + 1] / recipe.pairs
         grads = sums[:, :D] / good.clamp_min(1).unsqueeze(1)
-        if recipe.mixture:  # gradients of all sizes: none may dominate
+        if recipe.mixture:  # clip each task's, so that none dominates
             grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(recipe.clip)
         grad = grads.mean(0)  # tasks count alike
         norm, loss = float(grad.norm()), float(losses.mean())
         if not (math.isfinite(norm) and math.isfinite(loss)):
             raise FloatingPointError(f"the meta-gradient is not finite at step {self.step + 1}")
-        if norm == 0 and self.step:  # at first it may be: both halves start alike
+        if norm == 0 and self.step:  # the first is, with truncation=1
             raise FloatingPointError(
                 f"the meta-gradient is 0 at step {self.step + 1}, as when every net diverges"
             )
@@ -282,7 +280,7 @@ class Trainer:
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
         row["diverged"] = int(sums[:, D + 2].sum())
         names = [f"loss_{x}" for x in recipe.mixture or (f"w{w}" for w in recipe.widths)]
-        by_task = {names[k]: x for k, x in zip(now, losses.tolist(), strict=True)}
+        by_task = {names[k]: x for k, x in zip(chosen, losses.tolist(), strict=True)}
         return row | {name: by_task.get(name, math.nan) for name in names}
 
     @torch.no_grad()
@@ -313,7 +311,7 @@ class Trainer:
         if state["phi"].shape != self.phi.shape:
             raise ValueError(
                 f"the run's optimizer has {len(state['phi']):,} weights, this code's "
-                f"{len(self.phi):,}, as with other features: start anew, or use the code of then."
+                f"{len(self.phi):,}, as with other features: start anew, or use the older code."
             )
         self.step = state["step"]
         self.phi.data.copy_(state["phi"])

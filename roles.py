@@ -24,7 +24,7 @@ from features import send
 
 
 class Rule(NamedTuple):
-    """Powers of fan_in: how many inputs one output sums (in * kh * kw in a convolution)."""
+    """Exponents of fan_in, the number of inputs that one output sums (conv: in * kh * kw)."""
 
     init: int  # of the variance of the initial weights
     multiplier: int  # of the factor on the layer's output
@@ -76,7 +76,7 @@ class Weight(NamedTuple):
     def fan_in(self) -> int:
         if self.kind in ("vector", "table"):
             return 1  # each output depends on one weight
-        groups = self.module.groups if self.out_axis else 1
+        groups = self.module.groups if self.out_axis else 1  # transposed: (in, out/groups, ...)
         return math.prod(self.param.shape) // self.param.shape[self.out_axis] // groups
 
 
@@ -269,10 +269,9 @@ def fan_in_of(w: Weight, role: str) -> int:
     return 1 if w.kind == "bare" and role == "input" else w.fan_in
 
 
-# What a parameter is to its layer: the constant factors of μP, which the paper sets to 1, depend on
-# it. "input", "hidden" and "output" are the weights of layers; "conv" is a hidden convolution.
+# Kinds of tensors, each with a constant factor that μP leaves free: 1 in the paper, learned with
+# LOConfig.multipliers. "input", "hidden" and "output" are layers; "conv" is a hidden convolution.
 TENSOR_KINDS = ("input", "hidden", "conv", "output", "table", "norm", "bias")
-
 
 UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
 
@@ -292,6 +291,7 @@ def area_of(w: Weight) -> int:
 
 
 def kind_of(w: Weight, role: str) -> str:
+    """One of TENSOR_KINDS, the "kind" of a param group; w.kind says how the module uses it."""
     if w.kind == "vector":
         return "bias" if isinstance(w.module, LAYERS) else "norm"
     if w.kind == "table" or (w.kind == "bare" and role == "input"):
@@ -300,14 +300,14 @@ def kind_of(w: Weight, role: str) -> str:
 
 
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
-    """The factor on the update by two rules beyond the paper, which a learned optimizer's config
-    (mulo.LOConfig) switches on: they belong to what it was meta-trained on.
+    """The factor on the update by two rules beyond the paper. A learned optimizer's config
+    (mulo.LOConfig) switches them on, as they must be on or off as in its meta-training.
 
     DIVERGES: the paper has neither. Input rule: input layers are multiplied by input_base / fan_in,
     where input_base is the size of the inputs in meta-training, which the paper keeps fixed. An
     update moves the first pre-activations in proportion to fan_in, as it does in a hidden layer.
     The factor is at most 4: a ViT with patches of a few pixels trained worse with larger ones.
-    Channel rule: hidden convolutions are scaled by 1/channels, not by 1/(channels * kh * kw).
+    Channel rule: hidden convolutions get kh * kw, so 1/channels in all, not 1/fan_in.
     """
     if kind == "input" and config.input_base:
         return min(config.input_base / fan_in, 4.0)
@@ -317,7 +317,7 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
     """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
 
-    `names` are those of the params; `role` and `kind`, one of TENSOR_KINDS, are theirs.
+    Each group also has the `names` of its params, their `role` and `kind` (of TENSOR_KINDS).
     """
     rules, groups = tuple(rules), {}
     for w, role in _with_roles(model, roles):

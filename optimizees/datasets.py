@@ -226,7 +226,7 @@ class Teacher:
 
 
 def fixed_sample(data: Images | Tokens | Teacher, size: int) -> Batch:
-    """The same `size` examples at every call, none twice; all of them if there are no more."""
+    """The same distinct examples at every call: `size`, or all if there are fewer."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(data, Teacher):
         return data.batch(generator, size)
@@ -295,7 +295,7 @@ def load(
 
 
 def _part(x: Tensor | np.ndarray, split: str, share: float) -> Tensor | np.ndarray:
-    """x; without its last `share` for "train", and that alone for "test"."""
+    """All of x, all but its last share ("train"), or that share ("test")."""
     n = len(x) - round(share * len(x))
     return {"all": x, "train": x[:n], "test": x[n:]}[split]
 

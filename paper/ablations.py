@@ -33,7 +33,7 @@ ABLATED = {  # the recipe of the variants: an earlier one, with larger batches a
 PARTS = ("meta-training", "epsilons", "μP rules")
 EPSILONS = ("base", "eps_rms 0", "relative epsilons")  # these also on the widest net
 TIME = {  # what happens after the meta-trained horizon: schedule, changes to the config
-    "as shipped; cosine": ("cosine2", {}),
+    "as shipped; cosine": ("cosine", {}),
     "as shipped; constant": ("constant", {}),
     "no annealing; constant": ("constant", {"anneal": 0.0}),
     "no annealing, no t_max; constant": ("constant", {"anneal": 0.0, "t_max": None}),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import evaluate
 
 TUNED = Path(__file__).parents[1] / "results" / "tuned"
-SCHEDULES = {"constant": 0.0, "cosine": 1.0, "cosine2": 2.0}  # by the peak of the cosine
+SCHEDULES = {"constant": None, "cosine": 1.0, "cosine2": 2.0}  # by the peak of the cosine
 BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam with the rules of μP
 OTHERS = {"adamw_default": "AdamW, default", "adamw_oracle": "AdamW, every width", "muon": "Muon"}
 GRIDS = {  # the paper's tables: 504 and 512 configurations
@@ -48,7 +48,7 @@ GRIDS = {  # the paper's tables: 504 and 512 configurations
 FIELDS = ("lr", "b1", "b2", "weight_decay")
 USUAL = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
 DEFAULT = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
-RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][19::2]}  # `Tuning`'s
+RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][15::2]}  # `Tuning`'s
 RATES["muon"] = RATES["adamw"]
 PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
     ("adamw", "lm"): (7.02e-4, 0.9, 0.99, 0.001),
@@ -69,7 +69,7 @@ CHUNK = 64  # nets that are tuned side by side
 def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
     """The factor on the learning rate at step t: a cosine decays to a tenth of its peak.
 
-    "cosine2", from 2 to 0.2, is for μLO_M and μLO_X, which have no rate to tune.
+    "cosine2", from 2 to 0.2, is what μLO_M and μLO_X run under.
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
@@ -179,9 +179,9 @@ class Tuning:
         return f"tuning {self.which} on {self.task}"
 
     def rates(self) -> list[float]:
-        """Fewer on wide nets, whose best rates are small."""
-        rates = RATES[self.which]
-        return rates[2:7] if tasks.get(self.task).width >= 1024 else rates
+        """Fewer for AdamW on wide nets, whose best rates are small."""
+        few = self.which == "adamw" and tasks.get(self.task).width >= 1024
+        return RATES[self.which][2:7] if few else RATES[self.which]
 
     def key(self) -> tuple:
         task = tasks.get(self.task)

@@ -3,7 +3,7 @@
     print(report(["width"], SUITES["paper"], Path("results_paper"), estimate.card("a6000")))
 
 `python evaluate.py width --scale paper --dry-run` prints this. Nothing is trained, no data set is
-read, and nothing is written but to a temporary copy of the results.
+read, and nothing is written but to a temporary copy of the results. Test losses are not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tasks
 import training
 from evaluate import Job, Results
 from paper.ablations import MetaTraining
-from paper.baselines import BASELINES, FIELDS, FINALISTS, OTHERS, Tuning
+from paper.baselines import FIELDS, FINALISTS, Tuning
 from paper.claims import EXPERIMENTS, Suite
 
 UNTUNED = dict.fromkeys(FIELDS, math.nan)  # stands for the values of a baseline that has none
@@ -40,15 +40,16 @@ class Plan(Results):
     def __init__(self, folder: Path, **how):
         super().__init__(folder, **how)
         self.jobs: list[Job | Tuning | MetaTraining] = []
-        self.to_tune: dict[str, None] = {}  # sentences, once each; not what experiments tune
+        self.to_tune: dict[str, None] = {}  # commands to run first, in order, once each
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
-        some, tuning = [], {tasks.get(x.task).kind for x in self.jobs if isinstance(x, Tuning)}
+        tunings = [x for x in self.jobs if isinstance(x, Tuning)]
+        some, tuning = [], {(tasks.get(x.task).kind, x.schedule) for x in tunings}
         for job in jobs:
             try:
                 job.keys()
             except ValueError as error:  # the baseline is not tuned: it costs as much at any rate
-                if job.get_task().kind not in tuning:
+                if (job.get_task().kind, job.schedule) not in tuning:
                     self.to_tune[str(error)] = None
                 job = dataclasses.replace(job, values=UNTUNED)
             some.append(job)
@@ -56,7 +57,7 @@ class Plan(Results):
         raise _PlannedError
 
     def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
-        self.jobs += jobs
+        self.jobs += [job for job in jobs if job not in self.jobs]
         for job in jobs:
             if isinstance(job, MetaTraining):  # an untrained optimizer costs as much
                 job.path.parent.mkdir(exist_ok=True)
@@ -78,12 +79,14 @@ class Cost(NamedTuple):
     hours: float
     fixed: float = 0.0  # bytes that do not depend on the number of nets
 
-    def note(self, memory: float) -> str:
+    def note(self, memory: float, splits: bool = True) -> str:
         """What to do about a job that does not fit into a card's memory, or ""."""
         if self.bytes <= memory:
             return ""
         each = (self.bytes - self.fixed) / self.nets
         fit, over = int((memory - self.fixed) / each), f"  more than {memory / GIB:.0f} GiB: "
+        if not splits:
+            return f"{over}use a larger card"
         if fit < 1:
             return f"{over}a net alone takes {(self.fixed + each) / GIB:.1f}, use a larger card"
         return f"{over}fewer seeds at a time, --at-once {fit}"
@@ -106,8 +109,6 @@ def cost(job: Job | Tuning | MetaTraining, on: estimate.Card) -> Cost:
         task, nets = job.get_task(), len(job.seeds)
         optimizer = job.who.lo.config if job.who.lo else job.who.name
         steps = max(job.probe_at) + 1 if job.probe_at else job.steps
-    if optimizer in BASELINES | OTHERS and optimizer != "muon":
-        optimizer = "adam"
     task = training.with_rules(task, True)  # costs as much in SP, and is counted once
     step = estimate.nets_step(task, optimizer, nets)
     fixed = estimate.CONTEXT + estimate.data_bytes([task])
@@ -124,7 +125,8 @@ def line(job: Job | Tuning | MetaTraining, found: Cost, memory: float) -> str:
     text = f"{what:52}{found.steps:>7,} steps {found.nets:>3} nets {found.parameters:>13,} "
     text = f"{text}parameters {found.bytes / GIB:7.2f} GiB {found.hours:8.3f} h"
     tuned = "" if getattr(job, "values", None) is not UNTUNED else "  to be tuned first"
-    return text + tuned + found.note(memory)
+    splits = isinstance(job, Job) and not job.probe_at
+    return text + tuned + found.note(memory, splits)
 
 
 def report(names: Iterable[str], suite: Suite, out: Path, on: estimate.Card, **how) -> str:
@@ -149,8 +151,9 @@ def report(names: Iterable[str], suite: Suite, out: Path, on: estimate.Card, **h
     lines += [f"To be tuned first, which is not counted: {text}" for text in plan.to_tune]
     hours, most = sum(x.hours for x in costs), max((x.bytes for x in costs), default=0)
     over = sum(x.bytes > on.memory for x in costs)
+    fits = f"; {over} do not fit" if on.memory < math.inf else ""
     lines.append(
         f"{len(costs)} jobs that {out} does not have, {hours:.1f} GPU-hours, at most "
-        f"{most / GIB:.1f} GiB; {over} do not fit. Estimated on an {on.name}. {estimate.HOW}"
+        f"{most / GIB:.1f} GiB{fits}. Estimated on an {on.name}. {estimate.HOW}"
     )
     return "\n".join(lines)

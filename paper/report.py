@@ -140,7 +140,7 @@ parametrization stop improving or diverge (figures 3 and 4)."""),
     "rank": ("Average rank", """
 At widths 2048 (Large), 3072 or 4096 (XL) and up to 8192 (XXL), μLO_M and μVeLO_M have the two best
 average ranks (1.2 to 2.6), tuned AdamW and μAdam follow (2.2 to 4.4), VeLO_M and LO_M are last (4.0
-to 6.0) (table 1). Here MLPs are 128, 256 and 512 wide, transformers 32, 64 and 128."""),
+to 6.0) (table 1)."""),
     "distribution": ("Meta-training on one width or on three", """
 μLO_M, meta-trained on three widths, generalizes better than μLO_S, meta-trained on one, and both
 better than LOs in SP (figure 3)."""),
@@ -151,19 +151,17 @@ MLP, LO_M diverges at once (figure 5)."""),
 Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop or
 diverge (figure 6). There is no schedule on μLOs in the paper; here every optimizer runs twice. At a
 constant rate μLO and LO, which know their horizon, anneal beyond it by themselves, as 1/√t (what
-that is worth is under Ablations); the others do not. Under one cosine schedule all are driven
-alike, for which AdamW and μAdam are tuned anew; that of μLO_M goes from 2 to 0.2, found on the
-validation tasks of paper/choose.py. Transformers run at a constant rate only, as in the paper."""),
+that is worth is under Ablations); the others do not. Under a cosine from 1 to 0.1, AdamW and μAdam
+are tuned anew; μLO_M has twice that rate (of peaks from 1 to 4, 2 was the best on validation
+tasks), the other learned optimizers do not. Transformers only run at a constant rate."""),
     "transfer": ("Other data sets, input sizes and models", """
 Not in the paper. Learned optimizers untuned, at a constant rate and under a cosine from 2 to 0.2;
 AdamW at its default rate, with its rate tuned at each task's smallest width, and under a cosine
-with its rate tuned at every width. Tuning is over 5 to 8 rates with one seed, at width 128 with
-three for the best rates, so less than the paper's. 5 seeds, 2 at width 1024."""),
+with its rate tuned at every width. Tuning is over 5 to 8 rates with one seed, so less than the
+paper's. 3 seeds, one at width 1024."""),
     "resnet": ("ResNets, train and test loss", """
 At every width from 128 to 2048 μLO_M ends below LO_M in train loss (4.56 to 3.56 against 5.20 to
-4.47) and in test loss, which is within 8% of the train loss; none diverges (appendix). Here nets
-train on 8,000 images at 14x14, in batches of 16, and are tested on 2,000 others, 3 seeds. The nets
-have not seen these 2,000; in meta-training they were among the data, at 8x8."""),
+4.47) and in test loss, which is within 8% of the train loss; none diverges (appendix)."""),
     "coord": ("Coordinate check", """
 Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
 grows with it (figure 2, appendix). The check against the size of the inputs, with the input rule
@@ -193,12 +191,8 @@ HEAD = """# Results
 
 Written by `python evaluate.py {command}` from the files in [{link}]({link}): {about}
 
-Nets of all widths and optimizers see the same batches. AdamW and μAdam are tuned on each kind: over
-the paper's grids of 504 and 512 configurations on fashion8_mlp and teacher_mlp; elsewhere, and for
-the cosine schedule, only their rates are (on transformers 8 and 7 of the grids' rates at width 32).
-MLPs have 5 seeds, 3 for ranks and in the coordinate check, 2 in the look at activations, 1 or 2 in
-the ablations; transformers 3, 2 for ranks and long runs. Final loss: mean training loss over the
-last tenth of a run; errors: standard error over seeds.
+Nets of all widths and optimizers see the same batches. Final loss: mean training loss over the last
+tenth of a run; errors: standard error over seeds.
 
 | experiment | paper | here | checks that hold |
 |---|---|---|---|
@@ -209,8 +203,18 @@ optimizers ([weights](weights/README.md)), meta-trained for 500 steps on 8x8 Fas
 16, 32 and 64. They are tested on four kinds of tasks: MLPs on that data (fashion8_mlp) and on the
 labels of a random teacher (teacher_mlp), ViTs on Fashion-MNIST at 14x14 (fashion_vit) and
 transformers that predict the grey levels of its pixels one by one (pixels_lm: a language model of
-17 tokens, as no text is embedded here). μLO_X is tested under "Other data sets" only. The same
-commands with `--scale paper --device cuda --who` and the folders of your runs are for the
+17 tokens, as no text is embedded here). In the table of ranks MLPs are 128, 256 and 512 wide,
+transformers 32, 64 and 128. ResNets (fashion_resnet, 14x14) train on the first 8,000 images and are
+tested on the other 2,000; meta-training used all 10,000, at 8x8. μLO_X is tested under "Other data
+sets" only.
+
+AdamW and μAdam are tuned on each kind: over the paper's grids of 504 and 512 configurations on
+fashion8_mlp and teacher_mlp; elsewhere, and for the cosine schedule, only their rates are (on
+transformers 8 and 7 of the grids' rates at width 32). MLPs have 5 seeds, 3 for ranks and in the
+coordinate check, 2 in the look at activations, 1 or 2 in the ablations; transformers and ResNets 3,
+transformers 2 for ranks and long runs.
+
+The same commands with `--scale paper --device cuda --who` and the folders of your runs are for the
 paper's sizes; that has not been run.""",
     "paper": """the
 optimizers named by `--who`, else the shipped ones, on tasks of the paper's sizes.""",
