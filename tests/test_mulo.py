@@ -543,8 +543,8 @@ def test_as_before(name, backend):
     params = [nn.Parameter(torch.tensor(x)) for x in start]
     groups = [{"params": [p], "scale": 1 / k, "fan_in": k} for k, p in enumerate(params, 1)]
     groups[3]["out_axis"] = int(not variant)
-    file = GOLDEN / f"{'mulo_m' if variant else name}.pt"  # of optimizers that were replaced since
-    lo = mulo.load(file if file.exists() else name, **changes.get(name, {}))
+    file = GOLDEN / f"{'mulo_m' if variant else name}.pt"
+    lo = mulo.load(file, **changes.get(name, {}))
     decay = 0.0 if variant else 0.01
     opt = mulo.MuLO(groups, lo, num_steps=20, weight_decay=decay, backend=backend)
     rng = np.random.default_rng(0)
