@@ -88,7 +88,7 @@ class Suite:
     transfer_seeds: tuple[int, int] = (3, 1)  # the second from width 1024 on
     images: dict[int, str] = dataclasses.field(default_factory=lambda: IMAGES)
     resnets: tuple[str, ...] = RESNETS
-    resnet_seeds: int = 3
+    resnet_seeds: int = 2
     scale: str = "desk"
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
     ablate_seeds: int = 2  # of meta-training
