@@ -69,7 +69,7 @@ CHUNK = 64  # nets that are tuned side by side
 def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
     """The factor on the learning rate at step t: a cosine decays to a tenth of its peak.
 
-    "cosine2", from 2 to 0.2, is what μLO_M and μLO_X run under.
+    "cosine2", from 2 to 0.2, is for learned optimizers in short runs.
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")

@@ -22,7 +22,7 @@ import tasks
 from evaluate import Contender, Job, Results, contender, mean_stderr
 from paper import baselines
 from paper.baselines import Tuning
-from paper.report import Finding, colour, draw_curves, draw_final, label, width_axis
+from paper.report import Finding, colour, draw_curves, draw_final, label, loss_axis, width_axis
 from training import final_loss
 
 SIZES = ("Large", "XL", "XXL")  # of the paper's table of ranks
@@ -205,6 +205,10 @@ def lines(final: dict[tuple, Tensor], part: str) -> dict[str, dict[int, Tensor]]
     return found
 
 
+def mean_losses(final: dict[tuple, Tensor], part: str) -> list[Tensor]:
+    return [x.mean(0, True) for (where, *_), x in final.items() if where == part]
+
+
 # ---------------------------------------------------------------- experiments
 
 
@@ -235,11 +239,12 @@ def width(suite: Suite, results: Results) -> Finding:
             "(Falls: nowhere up by more than the standard error.)"
         )
         found.checks |= width_checks(f, losses)
-        draw_final(ax, losses, title=kind, ylim=(None, 1.1 * guess(kind)))
+        draw_final(ax, losses, title=kind)
+        loss_axis(ax, mean_losses(final, kind), 1.1 * guess(kind))
         ax.axvline(f.base, color="0.8", zorder=0)
         curves = {name: results.losses(jobs[kind, name, top]) for name in who}
         draw_curves(beside, curves, suite.steps, title=f"{kind}, width {top}")
-        beside.set_ylim(top=1.2 * guess(kind))
+        loss_axis(beside, [x.mean(1) for x in curves.values()], 1.2 * guess(kind))
     found.axes[0].legend(fontsize=8)
     return found
 
@@ -323,7 +328,7 @@ def draw_ranks(axes: list, ranks: dict, names: list[str], columns: list[tuple[in
         ax.set(xlabel="horizons, size", title=f"{kind} tasks" if kind == "all" else kind)
         ax.invert_yaxis()
     axes[0].set_ylabel("average rank")
-    axes[0].legend(fontsize=6)
+    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def depth(suite: Suite, results: Results) -> Finding:
@@ -341,9 +346,10 @@ def depth(suite: Suite, results: Results) -> Finding:
         kind, deepest = f.kind, f.depths[-1]
         layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
         curves = {name: results.losses(jobs[kind, name, deepest]) for name in who}
-        title, ylim = f"{kind}, width {f.base}", (None, 1.2 * guess(kind))
-        draw_final(ax, lines(final, kind), "depth", title=title, ylim=ylim)
-        draw_curves(beside, curves, suite.steps, title=f"{kind}, {layers}", ylim=ylim)
+        draw_final(ax, lines(final, kind), "depth", title=f"{kind}, width {f.base}")
+        draw_curves(beside, curves, suite.steps, title=f"{kind}, {layers}")
+        loss_axis(ax, mean_losses(final, kind), 1.2 * guess(kind))
+        loss_axis(beside, [x.mean(1) for x in curves.values()], 1.2 * guess(kind))
         last = {name: final[kind, name, deepest] for name in who}
         found.said.append(f"{kind}, {layers}, final loss: {ordered(last)}.")
         for mu, sp in PAIRS.items():
@@ -370,10 +376,9 @@ def horizon(suite: Suite, results: Results) -> Finding:
     found, jobs = Finding(len(panels), head), {}
     for f, schedule, times in runs:
         seeds = f.seeds if f.horizons else f.few
-        for name, c in who.items():
-            form = "cosine2" if (name, schedule) == ("mulo_m", "cosine") else schedule
-            job = suite.job(c, f.task(f.base), times, form, seeds)
-            jobs.setdefault((f, schedule, times), {})[name] = job
+        jobs[f, schedule, times] = {
+            name: suite.job(c, f.task(f.base), times, schedule, seeds) for name, c in who.items()
+        }
     results.run(chain(*(some.values() for some in jobs.values())), "horizon")
     for run, some in jobs.items():
         (f, schedule, times), final = run, {}
@@ -382,7 +387,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
             final[name] = final_loss(losses)
             tenth = min(5, len(losses))
             lowest = float(losses.mean(1).unfold(0, tenth, 1).mean(-1).min())  # of any tenth
-            row = [f.kind, some[name].schedule, times, name, *cells(final[name]), f"{lowest:.4f}"]
+            row = [f.kind, schedule, times, name, *cells(final[name]), f"{lowest:.4f}"]
             found.rows.append(row)
             if schedule == "constant" and name in PAIRS:
                 claim = f"{f.kind}: {label(name)} does not rise by more than 5% over {times}"
