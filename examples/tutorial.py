@@ -216,8 +216,8 @@ widths, ends = (64, 256, 1024), {"lo_m": [], "mulo_m": []}
 for name, final in ends.items():
     for width in widths:
         wide = tasks.get(f"fashion8_mlp_w{width}_d3", rules=roles.ALL if name == "mulo_m" else ())
-        final.append(float(training.train(wide, mulo.load(name), 100, seeds=[0])[-20:].mean()))
-    print(f"9. {name}: loss after 100 steps at widths {widths}: {[round(x, 3) for x in final]}")
+        final.append(float(training.train(wide, mulo.load(name), 300, seeds=[0])[-20:].mean()))
+    print(f"9. {name}: loss after 300 steps at widths {widths}: {[round(x, 3) for x in final]}")
 show("9_width", {k: (widths, x) for k, x in ends.items()}, "width", "loss", xscale="log")
 
 # %% [markdown]

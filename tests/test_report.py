@@ -8,7 +8,7 @@ import pytest
 
 import evaluate
 import training
-from paper import claims, report, resnet, transfer  # noqa: F401 (add their experiments)
+from paper import ablations, claims, report, resnet, transfer  # noqa: F401 (experiments)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -18,7 +18,7 @@ RESULTS = ROOT / "results"
 def test_results_follow_from_the_losses(name, tmp_path, monkeypatch):
     """Table, sentence and checks are made again, and nothing has to be trained for that."""
     monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("a net is missing"))
-    monkeypatch.setattr(claims.MetaTraining, "run", lambda *a: pytest.fail("a run is missing"))
+    monkeypatch.setattr(ablations.MetaTraining, "run", lambda *a: pytest.fail("a run is missing"))
     monkeypatch.setattr(report, "save", lambda *a: None)  # seconds, for all figures
     report.keep(claims.EXPERIMENTS[name](claims.Suite(), evaluate.Results(RESULTS)), name, tmp_path)
     for file in (f"{name}.json", f"{name}.csv"):
