@@ -48,8 +48,7 @@ class Family:
     kind: str
     widths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     columns: tuple[int, ...] = (128, 256, 512)  # widths in the table of ranks: Large, XL, XXL
-    base: int = 64  # width of deep nets and long runs, and where baselines are tuned; in the
-    # first family also the widest of meta-training
+    base: int = 64  # of deep nets, long runs, tuning; in the first family the widest meta-trained
     depths: tuple[int, ...] = ()  # (): not among the deep nets
     horizons: tuple[int, ...] = ()  # lengths of the runs under a cosine
     longest: int = 0  # of the runs at a constant rate; 0: not among the long runs
