@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import pickle
 import socket
 
@@ -255,6 +256,7 @@ def _ddp_worker(rank, world, port, out):
     train(net, opt, 4, x[half], y[half])
     torch.save(values(net), f"{out}/{rank}.pt")
     torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads can abort the shutdown of the interpreter
 
 
 def test_ddp(tmp_path):
