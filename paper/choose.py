@@ -42,13 +42,11 @@ VALIDATION_SEEDS = [7001, 7002]
 
 def tuned_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
     """Tuned values of AdamW and μAdam; where none are known, their rates are tuned now."""
-    task = tasks.get(f"{r.kind}_w{max(r.widths)}_d{r.depth}")
-    found = {which: baselines.best(which, task.kind, r.unroll) for which in baselines.BASELINES}
-    for which in [which for which, values in found.items() if values is None]:
-        rates = baselines.grid(which, baselines.USUAL)
-        tried = baselines.tune(which, task, r.unroll, [9001], configs=rates, device=device)
-        found[which] = tried[0]
-    return found
+    tunings = [
+        baselines.Tuning(which, f"{r.kind}_w{max(r.widths)}_d{r.depth}", r.unroll)
+        for which in baselines.BASELINES
+    ]
+    return {x.which: baselines.best(*x.key()) or x.run(device) for x in tunings}
 
 
 def compare(

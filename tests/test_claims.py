@@ -38,16 +38,22 @@ def tuned(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of the results: experiments share nets."""
+    return tmp_path_factory.mktemp("results")
+
+
 @pytest.mark.parametrize("name", claims.EXPERIMENTS)
-def test_smoke(name, tmp_path, monkeypatch):
+def test_smoke(name, folder, tmp_path, monkeypatch):
     """A table, a figure, a sentence; and once more from the files alone, nothing trained."""
-    found = claims.EXPERIMENTS[name](SUITE, Results(tmp_path))
+    found = claims.EXPERIMENTS[name](SUITE, Results(folder))
     assert "μLO_M" in found.said[0] or "mulo_s" in found.said[0]
     assert len(found.rows) > 3
     assert len({len(row) for row in found.rows}) == 1
     monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("trained again"))
     monkeypatch.setattr(metatrain, "Trainer", lambda *a, **k: pytest.fail("meta-trained again"))
-    again = claims.EXPERIMENTS[name](SUITE, Results(tmp_path))
+    again = claims.EXPERIMENTS[name](SUITE, Results(folder))
     assert (again.rows, again.said, again.checks) == (found.rows, found.said, found.checks)
     report.keep(found, name, tmp_path)
     assert len((tmp_path / f"{name}.csv").read_text().splitlines()) == len(found.rows)
@@ -59,13 +65,13 @@ def test_smoke(name, tmp_path, monkeypatch):
     assert text.count("**no**") == sum(not holds for holds in found.checks.values())
 
 
-def test_any_optimizers_may_be_left_out(tmp_path):
+def test_any_optimizers_may_be_left_out(folder):
     alone = dataclasses.replace(SUITE, who=("mulo_m",))
     for name in ("rank", "horizon"):
-        found = claims.EXPERIMENTS[name](alone, Results(tmp_path))
+        found = claims.EXPERIMENTS[name](alone, Results(folder))
         assert not [claim for claim in found.checks if "AdamW" in claim or "best" in claim]
     files = dataclasses.replace(SUITE, who=("weights/mulo_m.pt", "weights/lo_m.pt"))
-    assert len(claims.stability(files, Results(tmp_path)).checks) == 2
+    assert len(claims.stability(files, Results(folder)).checks) == 2
 
 
 def test_rank_counts_divergence_as_guessing(tmp_path):
