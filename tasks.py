@@ -5,7 +5,7 @@
     python tasks.py download cifar10       # downloads data; nothing else ever does
 
     task = get("fashion8_mlp_w64_d3")
-    batch = task.data().batch(generator, task.batch_size, particles=16)
+    batch = task.data().batch([generator] * 16, task.batch_size)
     params = task.init(16, generator)        # 16 nets in one dict of tensors (16, ...)
     losses = task.losses(params, batch)      # (16,), one autograd graph, no loop
 
@@ -87,7 +87,6 @@ class Task:
     batch_size: int
     heads: int = 0
     patch: int = 0
-    size: int | None = None  # if given, images are pooled to size x size
     rules: tuple[str, ...] = ALL  # μP; () is SP
     loss_bound: float | None = None  # where PES clips a loss; by default 1.5 log(classes)
     own: Own | None = None  # of a registered kind
@@ -98,16 +97,13 @@ class Task:
             if not self.classes:
                 raise ValueError(f"{self.kind} has no classes: give tasks.register a loss_bound.")
             object.__setattr__(self, "loss_bound", 1.5 * math.log(self.classes))
-        self._check_split(self.split)
-        object.__setattr__(self, "rules", tuple(self.rules))  # a list could not be hashed
-        resnet, min_depth = self.family == "resnet", 2 if self.family == "mlp" else 1
-        if self.depth < min_depth or (resnet and self.depth != 18):
-            fix = "a resnet has 18, or leave it out" if resnet else f"use {min_depth} or more"
-            raise ValueError(f"{self.name} cannot have depth {self.depth}: {fix}.")
-        min_width = max(1, self.heads)
-        if self.width < min_width or (resnet and self.width % 32):
-            fix = "use a multiple of 32" if resnet else f"use {min_width} or more"
-            raise ValueError(f"{self.name} cannot be {self.width} wide: {fix}.")
+        if self.own and self.split != "all":
+            raise ValueError(f"{self.kind} is registered, so it has no test data: drop --test.")
+        if self.family == "resnet" and (self.width % 32 or self.depth != 18):
+            raise ValueError(f"{self.name}: a resnet's width is a multiple of 32, its depth 18.")
+        width, depth = max(1, self.heads), 2 if self.family == "mlp" else 1
+        if self.width < width or self.depth < depth:
+            raise ValueError(f"{self.name} is too small: use w{width}_d{depth} or more.")
 
     @property
     def kind(self) -> str:
@@ -166,20 +162,12 @@ class Task:
         model.load_state_dict({name: p[0] for name, p in params.items()})
         return model
 
-    def _check_split(self, split: str) -> None:
-        if self.own and split != "all":
-            raise ValueError(
-                f"{self.kind} is registered, so it has no test data: leave out --test."
-            )
-
-    def data(self, data_dir: str | None = None, device: str = "cpu", **options):
-        """The data set. datasets.load documents where it is looked for, and the options."""
-        self._check_split(options.setdefault("split", self.split))
+    def data(self, device: str = "cpu"):
+        """The data set. datasets.load documents where it is looked for."""
         if self.own:
             return _own_data(self.own, str(device))
-        if self.family == "lm":
-            options["seq_len"] = self.shape[0]
-        data = datasets.load(self.dataset, data_dir, device, size=self.size, **options)
+        side = self.shape[-1]  # of images, which are pooled to it, or the length of texts
+        data = datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
         if (data.shape, data.classes) != (self.shape, self.classes):
             raise ValueError(
                 f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
@@ -192,9 +180,8 @@ class Task:
 
         Batches are (x, y), or (tokens, targets, mask), where padding does not count.
         """
-        if self.own is None:
-            return _cross_entropy(model(batch[0]), *batch[1:])
-        loss = self.own.loss(model(batch[0]), *batch[1:])
+        x, *targets = batch
+        loss = (self.own.loss if self.own else _cross_entropy)(model(x), *targets)
         if loss.ndim:
             shape = tuple(loss.shape)
             raise ValueError(f"the loss of {self.kind} is {shape}, not a scalar: take its mean.")
@@ -278,7 +265,6 @@ class Kind(NamedTuple):
     classes: int
     batch_size: int
     patch: int = 0
-    size: int | None = None
     loss_bound: float | None = None
     own: Own | None = None
 
@@ -294,21 +280,21 @@ KINDS = {
     "lm": Kind("lm", "lm1b", (64,), 32_000, 128),
     "resnet": Kind("resnet", "imagenet32", (3, 32, 32), 1000, 128),
     "fashion_mlp": Kind("mlp", "fashion10k", (1, 28, 28), 10, 128),
-    "fashion8_mlp": Kind("mlp", "fashion10k", (1, 8, 8), 10, 64, size=8),
-    "fashion14_mlp": Kind("mlp", "fashion10k", (1, 14, 14), 10, 64, size=14),
+    "fashion8_mlp": Kind("mlp", "fashion10k", (1, 8, 8), 10, 64),
+    "fashion14_mlp": Kind("mlp", "fashion10k", (1, 14, 14), 10, 64),
     "teacher_mlp": Kind("mlp", "teacher", (64,), 10, 64),
     **{
         f"teacher{name}_mlp": Kind("mlp", f"teacher{name}", (x["dim"],), x["classes"], 64)
         for name, x in datasets.TEACHERS.items()
     },
-    "fashion_vit": Kind("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2, size=14),
+    "fashion_vit": Kind("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2),
     "pixels_lm": Kind("lm", "pixels", (64,), datasets.GREYS + 1, 64),
-    "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64, size=14),
-    "fashion_conv": Kind("conv", "fashion10k", (1, 14, 14), 10, 64, size=14),
-    "c10s_mlp": Kind("mlp", "cifar10k", (3, 16, 16), 10, 64, size=16),
+    "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64),
+    "fashion_conv": Kind("conv", "fashion10k", (1, 14, 14), 10, 64),
+    "c10s_mlp": Kind("mlp", "cifar10k", (3, 16, 16), 10, 64),
     "c10b_mlp": Kind("mlp", "cifar10k", (3, 32, 32), 10, 64),
-    "c10s_conv": Kind("conv", "cifar10k", (3, 16, 16), 10, 64, size=16),
-    "c10s_vit": Kind("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4, size=16),
+    "c10s_conv": Kind("conv", "cifar10k", (3, 16, 16), 10, 64),
+    "c10s_vit": Kind("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4),
     "c10_vit": Kind("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
     "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
     "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),
@@ -332,8 +318,8 @@ DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64", "fashio
 
 def default_heads(width: int) -> int:
     """The paper's heads at its widths; else as few as divide the width into at most 64 per head."""
-    fitting = [h for h in range(1, max(1, width // 16) + 1) if width % h == 0 and width // h <= 64]
-    return HEADS.get(width) or (fitting[0] if fitting else 1)
+    fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
+    return HEADS.get(width) or next(fitting, 1)
 
 
 def register(
@@ -348,11 +334,6 @@ def register(
     if not re.fullmatch(r"[A-Za-z]\w*", name) or (name in KINDS and not KINDS[name].own):
         taken = ", ".join(KINDS)
         raise ValueError(f"{name!r} cannot be registered: use letters, and none of {taken}.")
-    wrong = [k for k, x in (("build", build), ("data", data)) if not callable(x)]
-    if wrong:
-        raise TypeError(f"{wrong[0]} must be a function: the head of tasks.py says which.")
-    if loss_bound is not None and not 0 < loss_bound < math.inf:
-        raise ValueError(f"loss_bound must be a number above 0, not {loss_bound!r}.")
     own = Own(build, data, loss or _cross_entropy)
     KINDS[name] = Kind("own", "own", (), 0, batch_size, loss_bound=loss_bound, own=own)
 
@@ -455,8 +436,6 @@ def main() -> None:
             _show(args.what[0])
         else:
             parser.error("give a task's name, or: download DATASET")
-    except BrokenPipeError:  # `python tasks.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         if in_own_file(error):
             raise

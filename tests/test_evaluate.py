@@ -339,8 +339,6 @@ def test_a_registered_task_has_no_test_data(monkeypatch, lo_m):
     own = f"{ROOT}/examples/own_task.py_w8_d3"
     with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
         Job(lo_m, own, 4, test=True)
-    with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
-        tasks.get(own).data(split="test")
 
 
 def test_pre_activations_are_the_layers_outputs():
