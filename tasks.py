@@ -75,35 +75,25 @@ Params = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model, its parametrization and its data. `get` makes a task from its name."""
+    """A model, its parametrization and its data. `get` makes a task from its name.
 
-    name: str
+    KINDS has one of each kind, without a name, width and depth.
+    """
+
     family: str  # "mlp", "vit", "lm", "resnet", "conv" or "own"
     dataset: str  # a name for datasets.load
-    width: int
-    depth: int  # weight layers (mlp), blocks (vit, lm), convolutions; a resnet has 18 layers
     shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (length,)
-    classes: int  # or the vocabulary size
+    classes: int | None  # or the vocabulary size
     batch_size: int
-    heads: int = 0
     patch: int = 0
+    heads: int = 0
+    name: str = ""
+    width: int = 0
+    depth: int = 0  # weight layers (mlp), blocks (vit, lm), convolutions; a resnet has 18 layers
     rules: tuple[str, ...] = ALL  # μP; () is SP
     loss_bound: float | None = None  # where PES clips a loss; by default 1.5 log(classes)
     own: Own | None = None  # of a registered kind
     split: str = "all"  # what to train on; "train" leaves out the test data
-
-    def __post_init__(self):
-        if self.loss_bound is None:
-            if not self.classes:
-                raise ValueError(f"{self.kind} has no classes: give tasks.register a loss_bound.")
-            object.__setattr__(self, "loss_bound", 1.5 * math.log(self.classes))
-        if self.own and self.split != "all":
-            raise ValueError(f"{self.kind} is registered, so it has no test data: drop --test.")
-        if self.family == "resnet" and (self.width % 32 or self.depth != 18):
-            raise ValueError(f"{self.name}: a resnet's width is a multiple of 32, its depth 18.")
-        width, depth = max(1, self.heads), 2 if self.family == "mlp" else 1
-        if self.width < width or self.depth < depth:
-            raise ValueError(f"{self.name} is too small: use w{width}_d{depth} or more.")
 
     @property
     def kind(self) -> str:
@@ -256,48 +246,35 @@ def _own_data(own: Own, device: str):
     return data
 
 
-class Kind(NamedTuple):
-    """What all tasks of a kind have in common: everything but width and depth."""
-
-    family: str
-    dataset: str
-    shape: tuple[int, ...]
-    classes: int
-    batch_size: int
-    patch: int = 0
-    loss_bound: float | None = None
-    own: Own | None = None
-
-
 # The paper's kinds; ours on data that needs no download; ours on data of your own.
 # DIVERGES: the paper does not give the patch size of the ViTs (here 4), the batch size of the
 # ResNets (128) and the sequence length of the deep LM (64, that of the other LMs).
 KINDS = {
-    "in32_mlp": Kind("mlp", "imagenet32", (3, 32, 32), 1000, 4096),
-    "in64_mlp": Kind("mlp", "imagenet64", (3, 64, 64), 1000, 4096),
-    "c10_mlp": Kind("mlp", "cifar10", (3, 32, 32), 10, 4096),
-    "vit": Kind("vit", "imagenet32", (3, 32, 32), 1000, 1024, patch=4),
-    "lm": Kind("lm", "lm1b", (64,), 32_000, 128),
-    "resnet": Kind("resnet", "imagenet32", (3, 32, 32), 1000, 128),
-    "fashion_mlp": Kind("mlp", "fashion10k", (1, 28, 28), 10, 128),
-    "fashion8_mlp": Kind("mlp", "fashion10k", (1, 8, 8), 10, 64),
-    "fashion14_mlp": Kind("mlp", "fashion10k", (1, 14, 14), 10, 64),
-    "teacher_mlp": Kind("mlp", "teacher", (64,), 10, 64),
+    "in32_mlp": Task("mlp", "imagenet32", (3, 32, 32), 1000, 4096),
+    "in64_mlp": Task("mlp", "imagenet64", (3, 64, 64), 1000, 4096),
+    "c10_mlp": Task("mlp", "cifar10", (3, 32, 32), 10, 4096),
+    "vit": Task("vit", "imagenet32", (3, 32, 32), 1000, 1024, patch=4),
+    "lm": Task("lm", "lm1b", (64,), 32_000, 128),
+    "resnet": Task("resnet", "imagenet32", (3, 32, 32), 1000, 128),
+    "fashion_mlp": Task("mlp", "fashion10k", (1, 28, 28), 10, 128),
+    "fashion8_mlp": Task("mlp", "fashion10k", (1, 8, 8), 10, 64),
+    "fashion14_mlp": Task("mlp", "fashion10k", (1, 14, 14), 10, 64),
+    "teacher_mlp": Task("mlp", "teacher", (64,), 10, 64),
     **{
-        f"teacher{name}_mlp": Kind("mlp", f"teacher{name}", (x["dim"],), x["classes"], 64)
+        f"teacher{name}_mlp": Task("mlp", f"teacher{name}", (x["dim"],), x["classes"], 64)
         for name, x in datasets.TEACHERS.items()
     },
-    "fashion_vit": Kind("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2),
-    "pixels_lm": Kind("lm", "pixels", (64,), datasets.GREYS + 1, 64),
-    "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64),
-    "fashion_conv": Kind("conv", "fashion10k", (1, 14, 14), 10, 64),
-    "c10s_mlp": Kind("mlp", "cifar10k", (3, 16, 16), 10, 64),
-    "c10b_mlp": Kind("mlp", "cifar10k", (3, 32, 32), 10, 64),
-    "c10s_conv": Kind("conv", "cifar10k", (3, 16, 16), 10, 64),
-    "c10s_vit": Kind("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4),
-    "c10_vit": Kind("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
-    "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
-    "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),
+    "fashion_vit": Task("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2),
+    "pixels_lm": Task("lm", "pixels", (64,), datasets.GREYS + 1, 64),
+    "fashion_resnet": Task("resnet", "fashion10k", (1, 14, 14), 10, 64),
+    "fashion_conv": Task("conv", "fashion10k", (1, 14, 14), 10, 64),
+    "c10s_mlp": Task("mlp", "cifar10k", (3, 16, 16), 10, 64),
+    "c10b_mlp": Task("mlp", "cifar10k", (3, 32, 32), 10, 64),
+    "c10s_conv": Task("conv", "cifar10k", (3, 16, 16), 10, 64),
+    "c10s_vit": Task("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4),
+    "c10_vit": Task("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
+    "c10_resnet": Task("resnet", "cifar10", (3, 32, 32), 10, 128),
+    "text_lm": Task("lm", "text:input.txt", (64,), 256, 64),
 }
 FILES: dict[str, str] = {}  # files that were imported, and the kind that each registered
 HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # by width
@@ -335,7 +312,7 @@ def register(
         taken = ", ".join(KINDS)
         raise ValueError(f"{name!r} cannot be registered: use letters, and none of {taken}.")
     own = Own(build, data, loss or _cross_entropy)
-    KINDS[name] = Kind("own", "own", (), 0, batch_size, loss_bound=loss_bound, own=own)
+    KINDS[name] = Task("own", "own", (), None, batch_size, loss_bound=loss_bound, own=own)
 
 
 def load_file(path: str) -> str:
@@ -359,7 +336,7 @@ def load_file(path: str) -> str:
         raise ValueError(f"{path} registers {name!r}, and so does {other}: rename one of them.")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     own = KINDS[name].own._replace(file=path, digest=digest)
-    KINDS[name], FILES[path] = KINDS[name]._replace(own=own), name
+    KINDS[name], FILES[path] = dataclasses.replace(KINDS[name], own=own), name
     return name
 
 
@@ -390,13 +367,27 @@ def get(name: str, **changes) -> Task:
     name = f"{kind_name}_w{width}" + ("" if resnet else f"_d{depth}")
     if match[4]:
         name, changes = f"{name}_b{match[4]}", {"batch_size": int(match[4])} | changes
-    fields = {"name": name, "width": width, "depth": depth} | kind._asdict()
+    fields = {"name": name, "width": width, "depth": depth}
     if kind.own:
         data = _own_data(kind.own, "cpu")
         fields |= {"shape": tuple(data.shape), "classes": data.classes}
     if kind.family in ("vit", "lm"):
         fields["heads"] = default_heads(width)
-    return Task(**(fields | DEEP.get(name, {}) | changes))
+    return _checked(dataclasses.replace(kind, **(fields | DEEP.get(name, {}) | changes)))
+
+
+def _checked(task: Task) -> Task:
+    """The task, if its sizes and split make sense, with a loss bound."""
+    if task.family == "resnet" and (task.width % 32 or task.depth != 18):
+        raise ValueError(f"{task.name}: a resnet's width is a multiple of 32, its depth 18.")
+    width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1
+    if task.width < width or task.depth < depth:
+        raise ValueError(f"{task.name} is too small: use w{width}_d{depth} or more.")
+    if task.own and task.split != "all":
+        raise ValueError(f"{task.kind} is registered, so it has no test data: drop --test.")
+    if not (task.loss_bound or task.classes):
+        raise ValueError(f"{task.kind} has no classes: give tasks.register a loss_bound.")
+    return dataclasses.replace(task, loss_bound=task.loss_bound or 1.5 * math.log(task.classes))
 
 
 def _count(task: Task) -> int:
