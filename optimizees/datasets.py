@@ -7,7 +7,7 @@
 A data set is one tensor on the device. A batch gathers from it at indices drawn uniformly, with
 replacement, from the given generator: the same seed gives the same batches. Every data set has
 `classes`, `shape` (of one input) and `batch`. The paper uses imagenet32, imagenet64, cifar10 and
-lm1b; fashion10k, fashion, pixels, teacher and text:<path> are ours. `files.py` reads the files.
+lm1b; fashion10k, pixels, teacher and text:<path> are ours. `files.py` reads the files.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FASHION = 10, (72.9404,), (90.0212,)
 CIFAR10 = 10, (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
 IMAGENET = 1000, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 IMAGES = {
-    "fashion10k": FASHION, "fashion": FASHION, "cifar10": CIFAR10, "cifar10k": CIFAR10,
-    "imagenet32": IMAGENET, "imagenet64": IMAGENET,
+    "fashion10k": FASHION, "cifar10": CIFAR10, "cifar10k": CIFAR10, "imagenet32": IMAGENET,
+    "imagenet64": IMAGENET,
 }  # fmt: skip
 GREYS = 16  # grey levels of the data set "pixels"
 TEACHERS = {  # teacher256 and so on: `Teacher` of other sizes; the letters are for meta-training
@@ -219,7 +219,7 @@ def load(
     that everything runs at once; it is not the paper's data. pixels is fashion10k as a language: a
     start token, then seq_len pixels of 16 grey levels, row by row. teacher is procedural (TEACHERS
     has those of other sizes). The others are read from data_dir (default: $MULO_DATA, else ./data)
-    in their published layout: fashion, cifar10, cifar10k (its first 10,000 training images),
+    in their published layout: cifar10, cifar10k (its first 10,000 training images),
     imagenet32, imagenet64 (converted at first use), lm1b (tokenized at first use). text:<path> is
     any file, as bytes; a relative path may also be relative to data_dir.
 
@@ -244,10 +244,7 @@ def load(
         rows, classes = files.read_lm1b(root / kind, test, seq_len)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
     if kind in ("fashion10k", "pixels"):
-        arrays = files.read_fashion("fashion10k", EMBEDDED, test=True)
-        x, y = (_part(array, split, 0.2) for array in arrays)
-    elif kind == "fashion":
-        x, y = files.read_fashion(kind, root / "fashion-mnist", test)
+        x, y = (_part(array, split, 0.2) for array in files.read_fashion10k(EMBEDDED))
     elif kind.startswith("cifar10"):
         x, y = files.read_cifar10(root / "cifar10", test, parts=1 if kind == "cifar10k" else 5)
     else:

@@ -1,8 +1,8 @@
-"""Readers of published data files, and a downloader for some of them.
+"""Readers of published data files, and a downloader for CIFAR-10.
 
 A file that is missing, or is not the published one, raises an error that names it and tells the
 fix. `datasets.load` makes data sets of the arrays read here. Only `download`
-(`python tasks.py download NAME`) uses the network.
+(`python tasks.py download cifar10`) uses the network.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-import shutil
 import tarfile
 import urllib.request
 import zlib
@@ -23,8 +22,6 @@ from tqdm import tqdm
 from checkpoints import write_atomically
 
 SHA256 = {  # of the published files; for .gz files, of their uncompressed content
-    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -34,17 +31,11 @@ SHA256 = {  # of the published files; for .gz files, of their uncompressed conte
     "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
-TORONTO = "https://www.cs.toronto.edu/~kriz"
-ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
-DOWNLOADS = {  # name: (URL, folder in data_dir, files)
-    "cifar10": (TORONTO, "cifar10", ["cifar-10-binary.tar.gz"]),
-    "fashion": (ZALANDO, "fashion-mnist", [f"{name}.gz" for name in SHA256 if "idx" in name]),
-}
+CIFAR10 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 GET_IMAGENET = "unpack the downsampled npz files of https://image-net.org/download-images there"
 HOW_TO_GET = {
     "fashion10k": "they are in the repository, run from a checkout of it",
-    "fashion": "`python tasks.py download fashion` gets them",
     "cifar10": "`python tasks.py download cifar10` gets them",
     "imagenet32": GET_IMAGENET,
     "imagenet64": GET_IMAGENET,
@@ -82,11 +73,10 @@ def _read(path: Path) -> bytearray:
     return bytearray(content)  # torch wants it writable
 
 
-def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
+def read_fashion10k(folder: Path) -> Arrays:
     """From IDX files: a header of 4 bytes, and of 4 for each axis; then the array."""
-    prefix = "t10k" if test else "train"
-    files = [f"{prefix}-images-idx3-ubyte.gz", f"{prefix}-labels-idx1-ubyte.gz"]
-    x, y = map(_read, _find(name, folder, files))
+    files = ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
+    x, y = map(_read, _find("fashion10k", folder, files))
     x = np.frombuffer(x, np.uint8, offset=16).reshape(-1, 1, 28, 28)
     return x, np.frombuffer(y, np.uint8, offset=8).astype(np.int64)
 
@@ -176,27 +166,15 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
 
 
 def download(name: str, data_dir: str | os.PathLike | None = None) -> None:
-    """Download a data set and unpack it. What arrives is checked when it is read."""
-    if name not in DOWNLOADS:
-        how = HOW_TO_GET.get(name, f"there are {', '.join(DOWNLOADS)}")
+    """Download a data set and unpack it. Its files are checked when they are read."""
+    if name != "cifar10":
+        how = HOW_TO_GET.get(name, "only cifar10 can")
         raise ValueError(f"{name!r} cannot be downloaded from here: {how}.")
-    url, folder, files = DOWNLOADS[name]
-    folder = data_dir_or_default(data_dir) / folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        try:
-            _fetch(f"{url}/{file}", folder)
-        except Exception as error:  # a broken connection can raise anything while it is unpacked
-            raise OSError(f"{url}/{file}: {error}: try again.") from error
-
-
-def _fetch(url: str, folder: Path) -> None:
-    """Download a file into a folder; unpack it if it is a tar file, of which none lands outside."""
-    with urllib.request.urlopen(url, timeout=60) as response:
-        bar = {"total": response.length, "desc": Path(url).name, "miniters": 1}
-        with tqdm.wrapattr(response, "read", **bar) as stream:
-            if url.endswith(".tar.gz"):
-                with tarfile.open(fileobj=stream, mode="r|gz") as tar:
-                    tar.extractall(folder, filter="data")
-            else:
-                write_atomically(folder / Path(url).name, lambda f: shutil.copyfileobj(stream, f))
+    folder = data_dir_or_default(data_dir) / "cifar10"
+    try:
+        with urllib.request.urlopen(CIFAR10, timeout=60) as response:
+            bar = tqdm.wrapattr(response, "read", total=response.length, desc=name)
+            with bar as stream, tarfile.open(fileobj=stream, mode="r|gz") as tar:
+                tar.extractall(folder, filter="data")  # refuses what would land elsewhere
+    except Exception as error:  # a broken connection can raise anything while it is unpacked
+        raise OSError(f"{CIFAR10}: {error}: try again.") from error
