@@ -219,7 +219,10 @@ def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable
 
     def look(t: int, theta: training.Theta) -> None:
         if t in at:
-            sums = [task.losses(theta, x, shared=True) * len(x[0]) for x in chunks]
+            P, sums = len(next(iter(theta.values()))), []
+            for chunk in chunks:
+                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
+                sums.append(losses * len(chunk[0]))
             found.append(torch.stack(sums).sum(0).cpu() / n)
 
     return look, found

@@ -177,28 +177,23 @@ class Task:
             raise ValueError(f"the loss of {self.kind} is {shape}, not a scalar: take its mean.")
         return loss
 
-    def losses(
-        self,
-        params: Params,  # (P, ...) each
-        batch: tuple[Tensor, ...],  # (P, b, ...) each, or (b, ...) if shared
-        shared: bool = False,
-    ) -> Tensor:
-        """The loss of each of P nets, (P,). They do not interact: differentiate their sum.
+    def losses(self, params: Params, batch: tuple[Tensor, ...]) -> Tensor:
+        """The loss of each of P nets, (P,), from parameters (P, ...) and a batch (P, b, ...).
 
-        An MLP takes stacked parameters, which is several times faster than a loop over nets. The
-        other families use vmap, which on a CPU takes about as long as a loop.
+        Nets do not interact: differentiate the sum. An MLP takes stacked parameters, which is
+        several times faster than a loop over nets. The other families use vmap, which on a CPU
+        takes about as long as a loop.
         """
         model = _skeleton(self)
         if self.family == "mlp":
-            P = len(next(iter(params.values())))
-            x, y = (b.expand(P, *b.shape) for b in batch) if shared else batch
+            x, y = batch
             logits = functional_call(model, params, (x,))  # (P, b, classes)
             return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
 
         def loss(p: Params, b: tuple[Tensor, ...]) -> Tensor:  # of one net
             return self.loss(partial(functional_call, model, p), b)
 
-        return torch.vmap(loss, in_dims=(0, None if shared else 0))(params, tuple(batch))
+        return torch.vmap(loss)(params, tuple(batch))
 
 
 @functools.cache

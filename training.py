@@ -2,7 +2,7 @@
 
     opt = Learned(config, task)
     theta = task.init(P, generator)
-    state = opt.init(theta, phi)
+    state = opt.init(theta, phi, num_steps)
     losses, grads = gradients(task, theta, batch)
     opt.step(opt.prepare(phi), state, theta, grads, losses, t)      # in place
 
@@ -46,7 +46,7 @@ State = dict[str, Tensor]  # (P, ...) each
 def gradients(
     task: tasks.Task, theta: Theta, batch: tuple[Tensor, ...], tf32: bool = False
 ) -> tuple[Tensor, Theta]:
-    """The loss of every net, (P,), and its gradient; on a GPU with matrix products in TF32."""
+    """The loss of every net, (P,), and its gradient; `tf32` is for matrix products on a GPU."""
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else precision)
@@ -91,15 +91,13 @@ class Learned:
         self.kinds = kind_indices([kind_of(w, roles[w.name]) for w in weights], device)  # (T,)
         self._stacks: dict[str, Stack] = {}
 
-    def init(self, theta: Theta, phi: Phi, num_steps: Tensor | None = None) -> State:
+    def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
         """State at the start of training; VeLO's depends on num_steps, (P,) on the CPU."""
         state = {}
         for name, p in theta.items():
             acc = features.init_accumulators(p, self.dims[name])
             state |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         if self.config.net == "velo":
-            if num_steps is None:
-                raise ValueError("VeLO needs num_steps, (P,): the length of each net's run.")
             P, device = len(p), p.device
             bugged = self.config.use_bugged_loss_features
             state["num_steps"] = num_steps.to(device)
