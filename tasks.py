@@ -157,7 +157,7 @@ class Task:
         if self.own:
             return _own_data(self.own, str(device))
         side = self.shape[-1]  # of images, which are pooled to it, or the length of texts
-        data = datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
+        data = datasets.load(self.dataset, device=device, size=side, split=self.split, seq_len=side)
         if (data.shape, data.classes) != (self.shape, self.classes):
             raise ValueError(
                 f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
@@ -254,7 +254,6 @@ KINDS = {
     "fashion_mlp": Task("mlp", "fashion10k", (1, 28, 28), 10, 128),
     "fashion8_mlp": Task("mlp", "fashion10k", (1, 8, 8), 10, 64),
     "fashion14_mlp": Task("mlp", "fashion10k", (1, 14, 14), 10, 64),
-    "teacher_mlp": Task("mlp", "teacher", (64,), 10, 64),
     **{
         f"teacher{name}_mlp": Task("mlp", f"teacher{name}", (x["dim"],), x["classes"], 64)
         for name, x in datasets.TEACHERS.items()

@@ -38,7 +38,8 @@ IMAGES = {
     "imagenet64": IMAGENET,
 }  # fmt: skip
 GREYS = 16  # grey levels of the data set "pixels"
-TEACHERS = {  # teacher256 and so on: `Teacher` of other sizes; the letters are for meta-training
+TEACHERS = {  # teacher, teacher256 and so on; those with letters are for meta-training
+    "": {"dim": 64, "classes": 10, "seed": 0},
     "256": {"dim": 256, "classes": 10, "seed": 1},
     "1024": {"dim": 1024, "classes": 10, "seed": 2},
     "2": {"dim": 64, "classes": 2, "seed": 3},
@@ -99,10 +100,8 @@ class Images:
 
     def take(self, i: Tensor) -> Batch:
         """The batch of these indices."""
-        rows = send(i.flatten(), self.x.device)
-        x = send(
-            self.x.view(len(self), -1).index_select(0, rows), self.device
-        ).float()  # (n, C H W)
+        rows = self.x.view(len(self), -1).index_select(0, send(i.flatten(), self.x.device))
+        x = send(rows, self.device).float()  # (n, C H W)
         torch.addcmul(self._shift, x, self._scale, out=x)
         return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
 
@@ -131,9 +130,7 @@ class Tokens:
     def __post_init__(self):
         n, width = self.data.shape[-1], self.seq_len + 1
         if n < width:
-            raise ValueError(
-                f"seq_len={self.seq_len} needs {width} tokens, not {n}: get more text."
-            )
+            raise ValueError(f"{n} tokens are too few for seq_len={self.seq_len}: get more text.")
         self.device, self.shape = torch.device(self.device), (self.seq_len,)
         self.data = _place(self.data, self.device)
         # (N, seq_len + 1): of a long text, a view of all its windows, which takes no memory
@@ -217,11 +214,11 @@ def load(
 
     fashion10k, the default, is Fashion-MNIST's 10,000 *test* images. It is in the repository, so
     that everything runs at once; it is not the paper's data. pixels is fashion10k as a language: a
-    start token, then seq_len pixels of 16 grey levels, row by row. teacher is procedural (TEACHERS
-    has those of other sizes). The others are read from data_dir (default: $MULO_DATA, else ./data)
-    in their published layout: cifar10, cifar10k (its first 10,000 training images),
-    imagenet32, imagenet64 (converted at first use), lm1b (tokenized at first use). text:<path> is
-    any file, as bytes; a relative path may also be relative to data_dir.
+    start token, then seq_len pixels of 16 grey levels, row by row. TEACHERS are procedural. The
+    others are read from data_dir (default: $MULO_DATA, else ./data) in their published layout:
+    cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64 (converted at first
+    use), lm1b (tokenized at first use). text:<path> is any file, as bytes; a relative path may also
+    be relative to data_dir.
 
     split="all" is everything there is to train on; "train" and "test" are disjoint. Sets that have
     test files have "train" equal to "all". Of fashion10k and pixels, "train" is the first 8,000
@@ -229,14 +226,14 @@ def load(
     example, so its splits are alike. `size` pools images, `seq_len` is for text.
     """
     kind, _, path = name.partition(":")
-    known = [*IMAGES, "pixels", "lm1b", "teacher", *(f"teacher{k}" for k in TEACHERS)]
+    known = [*IMAGES, "pixels", "lm1b", *(f"teacher{k}" for k in TEACHERS)]
     if kind not in known and not (kind == "text" and path):
         raise ValueError(f"unknown data set {name!r}: use {', '.join(known)} or text:<path>.")
     if split not in ("all", "train", "test"):
         raise ValueError(f"{name} has no split {split!r}: use all, train or test.")
     root, test = files.data_dir_or_default(data_dir), split == "test"
     if kind.startswith("teacher"):
-        return Teacher(**TEACHERS.get(kind.removeprefix("teacher"), {}), device=device)
+        return Teacher(**TEACHERS[kind.removeprefix("teacher")], device=device)
     if kind == "text":
         text = files.read_text(Path(path) if Path(path).is_file() else root / path)
         return Tokens(torch.from_numpy(_part(text, split, 0.1)), 256, seq_len, device)

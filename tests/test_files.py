@@ -152,7 +152,7 @@ def test_imagenet_refuses_what_is_not_an_npz(tmp_path, content):
 
 def test_text_refuses(tmp_path):
     path = put(tmp_path / "some.txt", b"short")
-    with refused("seq_len=64 needs 65 tokens, not 5: get more text"):
+    with refused("5 tokens are too few for seq_len=64: get more text"):
         datasets.load(f"text:{path}")
     with pytest.raises(FileNotFoundError, match=r"lacks nothing.txt: put any text there"):
         datasets.load(f"text:{tmp_path / 'nothing.txt'}")
