@@ -324,7 +324,7 @@ def bench_tasks(repeats: int, device: str) -> list[Table]:
     task, P = tasks.get("fashion8_mlp_w64_d3"), 16
     generator = torch.Generator().manual_seed(0)
     params = {k: p.requires_grad_() for k, p in task.init(P, generator).items()}
-    batch = task.data().batch(generator, task.batch_size, P)
+    batch = task.data().batch([generator] * P, task.batch_size)
     models = [task.model(generator) for _ in range(P)]
 
     def stacked() -> None:
@@ -343,8 +343,8 @@ def bench_tasks(repeats: int, device: str) -> list[Table]:
 def loading(repeats: int, generator: torch.Generator) -> Table:
     """Batches of images from memory, by us and by a DataLoader, which takes them one by one."""
     x, y = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (50_000,))
-    images, size = datasets.Images(x, y, 10, *datasets.CIFAR10), 4096
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in datasets.CIFAR10)
+    images, size = datasets.Images(x, y, *datasets.CIFAR10), 4096
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in datasets.CIFAR10[1:])
 
     def collate(which: list[int]) -> list[torch.Tensor]:
         items = [((x[k] - mean) / std, y[k]) for k in which]

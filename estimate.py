@@ -43,7 +43,6 @@ DATASETS = {  # bytes of the training split, which stays on the device if it fit
     "imagenet64": 1_281_167 * 3 * 64**2,
     "cifar10": 50_000 * 3 * 32**2,
     "lm1b": 30_301_028 * 65 * 4,  # sentences, as rows of int32
-    "fashion": 60_000 * 28**2,
     "fashion10k": 10_000 * 28**2,
 }
 

@@ -212,13 +212,17 @@ def probe(task: tasks.Task, steps: tuple[int, ...], device: str) -> tuple[Callab
 def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
     """A callback for `training.train`, and what it finds: the mean loss of each net on TEST_SIZE
     examples of the test data, (P,), at TEST_TIMES evenly spaced steps and at the end."""
-    sample = datasets.fixed_sample(task.data(device=device, split="test"), TEST_SIZE)
+    test = dataclasses.replace(task, split="test").data(device=device)
+    sample = datasets.fixed_sample(test, TEST_SIZE)
     chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
     at, found = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
 
     def look(t: int, theta: training.Theta) -> None:
         if t in at:
-            sums = [task.losses(theta, x, shared=True) * len(x[0]) for x in chunks]
+            P, sums = len(next(iter(theta.values()))), []
+            for chunk in chunks:
+                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
+                sums.append(losses * len(chunk[0]))
             found.append(torch.stack(sums).sum(0).cpu() / n)
 
     return look, found

@@ -149,8 +149,7 @@ class Particles:
         if self.r.cosine:
             lr = torch.where(self.scheduled, training.cosine(self.t / self.length), 1.0)
             lr = features.send(torch.cat([lr, lr]), self.xi.device).unsqueeze(1)
-        with training.matmul_precision("high" if self.r.tf32 else None):
-            losses, grads = training.gradients(self.task, self.theta, batch)
+        losses, grads = training.gradients(self.task, self.theta, batch, self.r.tf32)
         self.opt.step(weights, self.state, self.theta, grads, losses, t, lr)
         return losses
 

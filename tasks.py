@@ -5,7 +5,7 @@
     python tasks.py download cifar10       # downloads data; nothing else ever does
 
     task = get("fashion8_mlp_w64_d3")
-    batch = task.data().batch(generator, task.batch_size, particles=16)
+    batch = task.data().batch([generator] * 16, task.batch_size)
     params = task.init(16, generator)        # 16 nets in one dict of tensors (16, ...)
     losses = task.losses(params, batch)      # (16,), one autograd graph, no loop
 
@@ -75,39 +75,25 @@ Params = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model, its parametrization and its data. `get` makes a task from its name."""
+    """A model, its parametrization and its data. `get` makes a task from its name.
 
-    name: str
+    KINDS has one of each kind, without a name, width and depth.
+    """
+
     family: str  # "mlp", "vit", "lm", "resnet", "conv" or "own"
     dataset: str  # a name for datasets.load
-    width: int
-    depth: int  # weight layers (mlp), blocks (vit, lm), convolutions; a resnet has 18 layers
     shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (length,)
-    classes: int  # or the vocabulary size
+    classes: int | None  # or the vocabulary size
     batch_size: int
-    heads: int = 0
     patch: int = 0
-    size: int | None = None  # if given, images are pooled to size x size
+    heads: int = 0
+    name: str = ""
+    width: int = 0
+    depth: int = 0  # weight layers (mlp), blocks (vit, lm), convolutions; a resnet has 18 layers
     rules: tuple[str, ...] = ALL  # μP; () is SP
     loss_bound: float | None = None  # where PES clips a loss; by default 1.5 log(classes)
     own: Own | None = None  # of a registered kind
     split: str = "all"  # what to train on; "train" leaves out the test data
-
-    def __post_init__(self):
-        if self.loss_bound is None:
-            if not self.classes:
-                raise ValueError(f"{self.kind} has no classes: give tasks.register a loss_bound.")
-            object.__setattr__(self, "loss_bound", 1.5 * math.log(self.classes))
-        self._check_split(self.split)
-        object.__setattr__(self, "rules", tuple(self.rules))  # a list could not be hashed
-        resnet, min_depth = self.family == "resnet", 2 if self.family == "mlp" else 1
-        if self.depth < min_depth or (resnet and self.depth != 18):
-            fix = "a resnet has 18, or leave it out" if resnet else f"use {min_depth} or more"
-            raise ValueError(f"{self.name} cannot have depth {self.depth}: {fix}.")
-        min_width = max(1, self.heads)
-        if self.width < min_width or (resnet and self.width % 32):
-            fix = "use a multiple of 32" if resnet else f"use {min_width} or more"
-            raise ValueError(f"{self.name} cannot be {self.width} wide: {fix}.")
 
     @property
     def kind(self) -> str:
@@ -166,20 +152,12 @@ class Task:
         model.load_state_dict({name: p[0] for name, p in params.items()})
         return model
 
-    def _check_split(self, split: str) -> None:
-        if self.own and split != "all":
-            raise ValueError(
-                f"{self.kind} is registered, so it has no test data: leave out --test."
-            )
-
-    def data(self, data_dir: str | None = None, device: str = "cpu", **options):
-        """The data set. datasets.load documents where it is looked for, and the options."""
-        self._check_split(options.setdefault("split", self.split))
+    def data(self, device: str = "cpu"):
+        """The data set. datasets.load documents where it is looked for."""
         if self.own:
             return _own_data(self.own, str(device))
-        if self.family == "lm":
-            options["seq_len"] = self.shape[0]
-        data = datasets.load(self.dataset, data_dir, device, size=self.size, **options)
+        side = self.shape[-1]  # of images, which are pooled to it, or the length of texts
+        data = datasets.load(self.dataset, device=device, size=side, split=self.split, seq_len=side)
         if (data.shape, data.classes) != (self.shape, self.classes):
             raise ValueError(
                 f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
@@ -192,36 +170,30 @@ class Task:
 
         Batches are (x, y), or (tokens, targets, mask), where padding does not count.
         """
-        if self.own is None:
-            return _cross_entropy(model(batch[0]), *batch[1:])
-        loss = self.own.loss(model(batch[0]), *batch[1:])
+        x, *targets = batch
+        loss = (self.own.loss if self.own else _cross_entropy)(model(x), *targets)
         if loss.ndim:
             shape = tuple(loss.shape)
             raise ValueError(f"the loss of {self.kind} is {shape}, not a scalar: take its mean.")
         return loss
 
-    def losses(
-        self,
-        params: Params,  # (P, ...) each
-        batch: tuple[Tensor, ...],  # (P, b, ...) each, or (b, ...) if shared
-        shared: bool = False,
-    ) -> Tensor:
-        """The loss of each of P nets, (P,). They do not interact: differentiate their sum.
+    def losses(self, params: Params, batch: tuple[Tensor, ...]) -> Tensor:
+        """The loss of each of P nets, (P,), from parameters (P, ...) and a batch (P, b, ...).
 
-        An MLP takes stacked parameters, which is several times faster than a loop over nets. The
-        other families use vmap, which on a CPU takes about as long as a loop.
+        Nets do not interact: differentiate the sum. An MLP takes stacked parameters, which is
+        several times faster than a loop over nets. The other families use vmap, which on a CPU
+        takes about as long as a loop.
         """
         model = _skeleton(self)
         if self.family == "mlp":
-            P = len(next(iter(params.values())))
-            x, y = (b.expand(P, *b.shape) for b in batch) if shared else batch
+            x, y = batch
             logits = functional_call(model, params, (x,))  # (P, b, classes)
             return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
 
         def loss(p: Params, b: tuple[Tensor, ...]) -> Tensor:  # of one net
             return self.loss(partial(functional_call, model, p), b)
 
-        return torch.vmap(loss, in_dims=(0, None if shared else 0))(params, tuple(batch))
+        return torch.vmap(loss)(params, tuple(batch))
 
 
 @functools.cache
@@ -269,49 +241,34 @@ def _own_data(own: Own, device: str):
     return data
 
 
-class Kind(NamedTuple):
-    """What all tasks of a kind have in common: everything but width and depth."""
-
-    family: str
-    dataset: str
-    shape: tuple[int, ...]
-    classes: int
-    batch_size: int
-    patch: int = 0
-    size: int | None = None
-    loss_bound: float | None = None
-    own: Own | None = None
-
-
 # The paper's kinds; ours on data that needs no download; ours on data of your own.
 # DIVERGES: the paper does not give the patch size of the ViTs (here 4), the batch size of the
 # ResNets (128) and the sequence length of the deep LM (64, that of the other LMs).
 KINDS = {
-    "in32_mlp": Kind("mlp", "imagenet32", (3, 32, 32), 1000, 4096),
-    "in64_mlp": Kind("mlp", "imagenet64", (3, 64, 64), 1000, 4096),
-    "c10_mlp": Kind("mlp", "cifar10", (3, 32, 32), 10, 4096),
-    "vit": Kind("vit", "imagenet32", (3, 32, 32), 1000, 1024, patch=4),
-    "lm": Kind("lm", "lm1b", (64,), 32_000, 128),
-    "resnet": Kind("resnet", "imagenet32", (3, 32, 32), 1000, 128),
-    "fashion_mlp": Kind("mlp", "fashion10k", (1, 28, 28), 10, 128),
-    "fashion8_mlp": Kind("mlp", "fashion10k", (1, 8, 8), 10, 64, size=8),
-    "fashion14_mlp": Kind("mlp", "fashion10k", (1, 14, 14), 10, 64, size=14),
-    "teacher_mlp": Kind("mlp", "teacher", (64,), 10, 64),
+    "in32_mlp": Task("mlp", "imagenet32", (3, 32, 32), 1000, 4096),
+    "in64_mlp": Task("mlp", "imagenet64", (3, 64, 64), 1000, 4096),
+    "c10_mlp": Task("mlp", "cifar10", (3, 32, 32), 10, 4096),
+    "vit": Task("vit", "imagenet32", (3, 32, 32), 1000, 1024, patch=4),
+    "lm": Task("lm", "lm1b", (64,), 32_000, 128),
+    "resnet": Task("resnet", "imagenet32", (3, 32, 32), 1000, 128),
+    "fashion_mlp": Task("mlp", "fashion10k", (1, 28, 28), 10, 128),
+    "fashion8_mlp": Task("mlp", "fashion10k", (1, 8, 8), 10, 64),
+    "fashion14_mlp": Task("mlp", "fashion10k", (1, 14, 14), 10, 64),
     **{
-        f"teacher{name}_mlp": Kind("mlp", f"teacher{name}", (x["dim"],), x["classes"], 64)
+        f"teacher{name}_mlp": Task("mlp", f"teacher{name}", (x["dim"],), x["classes"], 64)
         for name, x in datasets.TEACHERS.items()
     },
-    "fashion_vit": Kind("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2, size=14),
-    "pixels_lm": Kind("lm", "pixels", (64,), datasets.GREYS + 1, 64),
-    "fashion_resnet": Kind("resnet", "fashion10k", (1, 14, 14), 10, 64, size=14),
-    "fashion_conv": Kind("conv", "fashion10k", (1, 14, 14), 10, 64, size=14),
-    "c10s_mlp": Kind("mlp", "cifar10k", (3, 16, 16), 10, 64, size=16),
-    "c10b_mlp": Kind("mlp", "cifar10k", (3, 32, 32), 10, 64),
-    "c10s_conv": Kind("conv", "cifar10k", (3, 16, 16), 10, 64, size=16),
-    "c10s_vit": Kind("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4, size=16),
-    "c10_vit": Kind("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
-    "c10_resnet": Kind("resnet", "cifar10", (3, 32, 32), 10, 128),
-    "text_lm": Kind("lm", "text:input.txt", (64,), 256, 64),
+    "fashion_vit": Task("vit", "fashion10k", (1, 14, 14), 10, 64, patch=2),
+    "pixels_lm": Task("lm", "pixels", (64,), datasets.GREYS + 1, 64),
+    "fashion_resnet": Task("resnet", "fashion10k", (1, 14, 14), 10, 64),
+    "fashion_conv": Task("conv", "fashion10k", (1, 14, 14), 10, 64),
+    "c10s_mlp": Task("mlp", "cifar10k", (3, 16, 16), 10, 64),
+    "c10b_mlp": Task("mlp", "cifar10k", (3, 32, 32), 10, 64),
+    "c10s_conv": Task("conv", "cifar10k", (3, 16, 16), 10, 64),
+    "c10s_vit": Task("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4),
+    "c10_vit": Task("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
+    "c10_resnet": Task("resnet", "cifar10", (3, 32, 32), 10, 128),
+    "text_lm": Task("lm", "text:input.txt", (64,), 256, 64),
 }
 FILES: dict[str, str] = {}  # files that were imported, and the kind that each registered
 HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # by width
@@ -332,8 +289,8 @@ DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64", "fashio
 
 def default_heads(width: int) -> int:
     """The paper's heads at its widths; else as few as divide the width into at most 64 per head."""
-    fitting = [h for h in range(1, max(1, width // 16) + 1) if width % h == 0 and width // h <= 64]
-    return HEADS.get(width) or (fitting[0] if fitting else 1)
+    fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
+    return HEADS.get(width) or next(fitting, 1)
 
 
 def register(
@@ -348,13 +305,8 @@ def register(
     if not re.fullmatch(r"[A-Za-z]\w*", name) or (name in KINDS and not KINDS[name].own):
         taken = ", ".join(KINDS)
         raise ValueError(f"{name!r} cannot be registered: use letters, and none of {taken}.")
-    wrong = [k for k, x in (("build", build), ("data", data)) if not callable(x)]
-    if wrong:
-        raise TypeError(f"{wrong[0]} must be a function: the head of tasks.py says which.")
-    if loss_bound is not None and not 0 < loss_bound < math.inf:
-        raise ValueError(f"loss_bound must be a number above 0, not {loss_bound!r}.")
     own = Own(build, data, loss or _cross_entropy)
-    KINDS[name] = Kind("own", "own", (), 0, batch_size, loss_bound=loss_bound, own=own)
+    KINDS[name] = Task("own", "own", (), None, batch_size, loss_bound=loss_bound, own=own)
 
 
 def load_file(path: str) -> str:
@@ -378,7 +330,7 @@ def load_file(path: str) -> str:
         raise ValueError(f"{path} registers {name!r}, and so does {other}: rename one of them.")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     own = KINDS[name].own._replace(file=path, digest=digest)
-    KINDS[name], FILES[path] = KINDS[name]._replace(own=own), name
+    KINDS[name], FILES[path] = dataclasses.replace(KINDS[name], own=own), name
     return name
 
 
@@ -409,13 +361,27 @@ def get(name: str, **changes) -> Task:
     name = f"{kind_name}_w{width}" + ("" if resnet else f"_d{depth}")
     if match[4]:
         name, changes = f"{name}_b{match[4]}", {"batch_size": int(match[4])} | changes
-    fields = {"name": name, "width": width, "depth": depth} | kind._asdict()
+    fields = {"name": name, "width": width, "depth": depth}
     if kind.own:
         data = _own_data(kind.own, "cpu")
         fields |= {"shape": tuple(data.shape), "classes": data.classes}
     if kind.family in ("vit", "lm"):
         fields["heads"] = default_heads(width)
-    return Task(**(fields | DEEP.get(name, {}) | changes))
+    return _checked(dataclasses.replace(kind, **(fields | DEEP.get(name, {}) | changes)))
+
+
+def _checked(task: Task) -> Task:
+    """The task, if its sizes and split make sense, with a loss bound."""
+    if task.family == "resnet" and (task.width % 32 or task.depth != 18):
+        raise ValueError(f"{task.name}: a resnet's width is a multiple of 32, its depth 18.")
+    width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1
+    if task.width < width or task.depth < depth:
+        raise ValueError(f"{task.name} is too small: use w{width}_d{depth} or more.")
+    if task.own and task.split != "all":
+        raise ValueError(f"{task.kind} is registered, so it has no test data: drop --test.")
+    if not (task.loss_bound or task.classes):
+        raise ValueError(f"{task.kind} has no classes: give tasks.register a loss_bound.")
+    return dataclasses.replace(task, loss_bound=task.loss_bound or 1.5 * math.log(task.classes))
 
 
 def _count(task: Task) -> int:
@@ -455,8 +421,6 @@ def main() -> None:
             _show(args.what[0])
         else:
             parser.error("give a task's name, or: download DATASET")
-    except BrokenPipeError:  # `python tasks.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         if in_own_file(error):
             raise

@@ -2,7 +2,7 @@
 
     opt = Learned(config, task)
     theta = task.init(P, generator)
-    state = opt.init(theta, phi)
+    state = opt.init(theta, phi, num_steps)
     losses, grads = gradients(task, theta, batch)
     opt.step(opt.prepare(phi), state, theta, grads, losses, t)      # in place
 
@@ -13,11 +13,10 @@ which share it. `mulo.MuLO` is the optimizer for one net; both step by `mulo.adv
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,24 +43,18 @@ Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
 
 
-def gradients(task: tasks.Task, theta: Theta, batch: tuple[Tensor, ...]) -> tuple[Tensor, Theta]:
-    """The loss of every net, (P,), and its gradient."""
+def gradients(
+    task: tasks.Task, theta: Theta, batch: tuple[Tensor, ...], tf32: bool = False
+) -> tuple[Tensor, Theta]:
+    """The loss of every net, (P,), and its gradient; `tf32` is for matrix products on a GPU."""
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else precision)
     with torch.enable_grad():
         losses = task.losses(theta, batch)
         grads = torch.autograd.grad(losses.sum(), list(theta.values()))
+    torch.set_float32_matmul_precision(precision)
     return losses.detach(), dict(zip(theta, grads, strict=True))
-
-
-@contextlib.contextmanager
-def matmul_precision(precision: str | None) -> Iterator[None]:
-    """Set torch's float32 matmul precision in a block: "high" is TF32 on a GPU; None: as it is."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision or before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def update_scales(task: tasks.Task, config: LOConfig | None = None) -> dict[str, float]:
@@ -98,15 +91,13 @@ class Learned:
         self.kinds = kind_indices([kind_of(w, roles[w.name]) for w in weights], device)  # (T,)
         self._stacks: dict[str, Stack] = {}
 
-    def init(self, theta: Theta, phi: Phi, num_steps: Tensor | None = None) -> State:
+    def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
         """State at the start of training; VeLO's depends on num_steps, (P,) on the CPU."""
         state = {}
         for name, p in theta.items():
             acc = features.init_accumulators(p, self.dims[name])
             state |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
         if self.config.net == "velo":
-            if num_steps is None:
-                raise ValueError("VeLO needs num_steps, (P,): the length of each net's run.")
             P, device = len(p), p.device
             bugged = self.config.use_bugged_loss_features
             state["num_steps"] = num_steps.to(device)
@@ -222,24 +213,25 @@ class Muon(Adam):
     """torch.optim.Muon for hidden matrices, with AdamW's size of updates, and Adam for the rest."""
 
     def init(self, theta: Theta) -> State:
-        rates = self.numbers[0].tolist()  # before they are sent to the device
-        state = super().init(theta)
-        hidden = [k for k, p in theta.items() if p.ndim == 3 and self.kinds[k] == "hidden"]
+        kinds = self.kinds
+        self.hidden = [k for k, p in theta.items() if p.ndim == 3 and kinds[k] == "hidden"]
         how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
-        self.nets = []  # of each net: its optimizer, the matrices and their names
-        for net, rate in enumerate(rates) if hidden else ():
-            matrices = [theta[k][net] for k in hidden]  # views: stepped in place
-            self.nets.append((torch.optim.Muon(matrices, rate, **how), rate, matrices, hidden))
-        return state
+        self.rates = self.numbers[0].tolist() if self.hidden else []
+        self.muons = [  # one per net; its parameters are views, stepped in place
+            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **how)
+            for net, rate in enumerate(self.rates)
+        ]
+        return super().init(theta)
 
     def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
-        hidden = self.nets[0][3] if self.nets else ()
-        super().step(state, {k: p for k, p in theta.items() if k not in hidden}, grads, t, lr)
-        for net, (opt, rate, matrices, names) in enumerate(self.nets):
-            opt.param_groups[0]["lr"] = lr * rate
-            for p, name in zip(matrices, names, strict=True):
+        rest = {k: p for k, p in theta.items() if k not in self.hidden}
+        super().step(state, rest, grads, t, lr)
+        for net, (muon, rate) in enumerate(zip(self.muons, self.rates, strict=True)):
+            group = muon.param_groups[0]
+            group["lr"] = lr * rate
+            for p, name in zip(group["params"], self.hidden, strict=True):
                 p.grad = grads[name][net]
-            opt.step()
+            muon.step()
 
 
 def cosine(x: Tensor | float) -> Tensor:

@@ -2,23 +2,20 @@
 
     images = load("fashion10k", size=14)                       # in the repository, ready to run
     x, y = images.batch(torch.Generator().manual_seed(0), 64)  # (64, 1, 14, 14) float32, (64,)
-    x, y = images.batch(generator, 64, particles=8)            # (8, 64, 1, 14, 14), (8, 64)
     x, y = images.batch([generator1, generator2], 64)          # (2, 64, ...), one from each
 
 A data set is one tensor on the device. A batch gathers from it at indices drawn uniformly, with
 replacement, from the given generator: the same seed gives the same batches. Every data set has
 `classes`, `shape` (of one input) and `batch`. The paper uses imagenet32, imagenet64, cifar10 and
-lm1b; fashion10k, fashion, pixels, teacher and text:<path> are ours. `files.py` reads the files.
+lm1b; fashion10k, pixels, teacher and text:<path> are ours. `files.py` reads the files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +28,18 @@ from optimizees import files
 
 EMBEDDED = Path(__file__).parents[1] / "data" / "fashion10k"
 
-# Mean and std of the pixels (0..255) per channel. Fashion-MNIST's are measured on its 60,000
-# training images, CIFAR-10's are the usual ones, ImageNet's the usual ones of full resolution.
-FASHION = (72.9404,), (90.0212,)
-CIFAR10 = (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
-IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+# Classes, and mean and std of the pixels (0..255) per channel. Fashion-MNIST's are measured on its
+# 60,000 training images, CIFAR-10's are the usual ones, ImageNet's those of full resolution.
+FASHION = 10, (72.9404,), (90.0212,)
+CIFAR10 = 10, (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
+IMAGENET = 1000, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+IMAGES = {
+    "fashion10k": FASHION, "cifar10": CIFAR10, "cifar10k": CIFAR10, "imagenet32": IMAGENET,
+    "imagenet64": IMAGENET,
+}  # fmt: skip
 GREYS = 16  # grey levels of the data set "pixels"
-TEACHERS = {  # teacher256 and so on: `Teacher` of other sizes; the letters are for meta-training
+TEACHERS = {  # teacher, teacher256 and so on; those with letters are for meta-training
+    "": {"dim": 64, "classes": 10, "seed": 0},
     "256": {"dim": 256, "classes": 10, "seed": 1},
     "1024": {"dim": 1024, "classes": 10, "seed": 2},
     "2": {"dim": 64, "classes": 2, "seed": 3},
@@ -52,12 +54,11 @@ Batch = tuple[Tensor, ...]
 Generators = torch.Generator | Sequence[torch.Generator]
 
 
-def _draw(n: int, generator: Generators, size: int, particles: int | None) -> Tensor:
-    """Indices below n, (size,) or (particles, size); with several generators (len, size)."""
+def _draw(n: int, generator: Generators, size: int) -> Tensor:
+    """Indices below n, (size,); with several generators (len, size)."""
     if not isinstance(generator, torch.Generator):
-        return torch.stack([_draw(n, g, size, None) for g in generator])
-    shape = (size,) if particles is None else (particles, size)
-    return torch.randint(n, shape, generator=generator, device=generator.device)
+        return torch.stack([_draw(n, g, size) for g in generator])
+    return torch.randint(n, (size,), generator=generator, device=generator.device)
 
 
 def _place(x: Tensor, device: torch.device) -> Tensor:
@@ -89,48 +90,26 @@ class Images:
         area = math.prod(self.shape[1:])
         self._scale = (1 / std).repeat_interleave(area)  # (C H W,)
         self._shift = (-mean / std).repeat_interleave(area)
-        self._buffers: list[tuple[np.ndarray, weakref.ref]] = []  # see _buffer
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_buffers": []}  # weak references cannot be pickled
 
     def __len__(self) -> int:
         return len(self.x)
 
-    def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
-        """x (size, C, H, W) float32 and y (size,), or (particles, size, ...) each."""
-        return self.take(_draw(len(self), generator, size, particles))
+    def batch(self, generator: Generators, size: int) -> Batch:
+        """x ([len,] size, C, H, W) float32 and y ([len,] size), len being that of `generator`."""
+        return self.take(_draw(len(self), generator, size))
 
     def take(self, i: Tensor) -> Batch:
         """The batch of these indices."""
-        rows = send(i.flatten(), self.x.device)
-        x = send(self.x.view(len(self), -1).index_select(0, rows), self.device)  # (n, C H W) uint8
-        x = self._buffer(x.shape).copy_(x) if self.device.type == "cpu" else x.float()
+        rows = self.x.view(len(self), -1).index_select(0, send(i.flatten(), self.x.device))
+        x = send(rows, self.device).float()  # (n, C H W)
         torch.addcmul(self._shift, x, self._scale, out=x)
         return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
-
-    def _buffer(self, shape: torch.Size) -> Tensor:
-        """Uninitialized float32 memory on the CPU: that of an earlier batch, if it is free.
-
-        Fresh memory costs a page fault every 4 kB, which takes longer than the rest of a batch.
-        What is handed out is a view of an array. The tensor and all views of it keep that view
-        alive, so the memory is free when the weak reference to the view is dead.
-        """
-        free = [m for m, view in self._buffers if m.shape == shape and view() is None]
-        memory = free[0] if free else np.empty(shape, np.float32)
-        view = memory.view()
-        others = [pair for pair in self._buffers if pair[0] is not memory]
-        self._buffers = [*others[-1:], (memory, weakref.ref(view))]
-        return torch.from_numpy(view)
 
     def pool(self, size: int) -> Images:
         """The same images averaged down to size x size and rounded to bytes.
 
         mean and std stay those of the full-size images, so all splits are normalized alike.
         """
-        largest = min(self.shape[1:])
-        if not 1 <= size <= largest:
-            raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {largest}.")
         parts = [F.adaptive_avg_pool2d(x.float(), size).round_().byte() for x in self.x.split(8192)]
         return dataclasses.replace(self, x=torch.cat(parts))
 
@@ -150,11 +129,8 @@ class Tokens:
 
     def __post_init__(self):
         n, width = self.data.shape[-1], self.seq_len + 1
-        if n < width or (self.data.ndim == 2 and n != width):
-            fix = " or less, or give a longer text" if self.data.ndim == 1 else ""
-            raise ValueError(
-                f"seq_len={self.seq_len} needs {width} tokens, not {n}: make it {n - 1}{fix}."
-            )
+        if n < width:
+            raise ValueError(f"{n} tokens are too few for seq_len={self.seq_len}: get more text.")
         self.device, self.shape = torch.device(self.device), (self.seq_len,)
         self.data = _place(self.data, self.device)
         # (N, seq_len + 1): of a long text, a view of all its windows, which takes no memory
@@ -163,9 +139,9 @@ class Tokens:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
-        """tokens, targets and mask, (size, seq_len) or (particles, size, seq_len) each."""
-        return self.take(_draw(len(self), generator, size, particles))
+    def batch(self, generator: Generators, size: int) -> Batch:
+        """tokens, targets and mask, ([len,] size, seq_len) each."""
+        return self.take(_draw(len(self), generator, size))
 
     def take(self, i: Tensor) -> Batch:
         """The batch of these indices."""
@@ -206,23 +182,16 @@ class Teacher:
             x = torch.tanh(x @ w)
         return torch.log_softmax(self.temperature * (x @ self._weights[-1]), -1)
 
-    def batch(self, generator: Generators, size: int, particles: int | None = None) -> Batch:
-        """x (size, dim) float32 and y (size,), or (particles, size, ...) each."""
+    def batch(self, generator: Generators, size: int) -> Batch:
+        """x ([len,] size, dim) float32 and y ([len,] size)."""
         if not isinstance(generator, torch.Generator):
             batches = [self.batch(g, size) for g in generator]
             return tuple(map(torch.stack, zip(*batches, strict=True)))
-        lead = (size,) if particles is None else (particles, size)
-        z = torch.randn(*lead, self.dim, generator=generator, device=generator.device)
-        e = z.new_empty(*lead, self.classes).exponential_(generator=generator)
+        z = torch.randn(size, self.dim, generator=generator, device=generator.device)
+        e = z.new_empty(size, self.classes).exponential_(generator=generator)
         x = send(z, self.device) * self.std
-        return x, (self.log_probs(x) - send(e, self.device).log()).argmax(
-            -1
-        )  # y by the Gumbel trick
-
-    def floor(self, n: int = 100_000, seed: int = 0) -> float:
-        """The Bayes loss, which is the mean entropy of p(y | x), estimated from n inputs."""
-        log_p = self.log_probs(self.batch(torch.Generator().manual_seed(seed), n)[0])
-        return -(log_p.exp() * log_p).sum(-1).mean().item()
+        y = (self.log_probs(x) - send(e, self.device).log()).argmax(-1)  # by the Gumbel trick
+        return x, y
 
 
 def fixed_sample(data: Images | Tokens | Teacher, size: int) -> Batch:
@@ -240,88 +209,52 @@ def load(
     size: int | None = None,
     split: str = "all",
     seq_len: int = 64,
-    tokenizer: Callable[[str], Sequence[int]] | None = None,
-    partial: bool = False,
-    check: bool = True,
 ) -> Images | Tokens | Teacher:
     """Load a data set by name. Nothing is downloaded.
 
     fashion10k, the default, is Fashion-MNIST's 10,000 *test* images. It is in the repository, so
     that everything runs at once; it is not the paper's data. pixels is fashion10k as a language: a
-    start token, then seq_len pixels of 16 grey levels, row by row. teacher is procedural (TEACHERS
-    has those of other sizes). The others are read from data_dir (default: $MULO_DATA, else ./data)
-    in their published layout: fashion, cifar10, cifar10k (its first 10,000 training images),
-    imagenet32, imagenet64 (converted to .npy at first use), lm1b. text:<path> is any UTF-8 file, as
-    bytes; a relative path may also be relative to data_dir.
+    start token, then seq_len pixels of 16 grey levels, row by row. TEACHERS are procedural. The
+    others are read from data_dir (default: $MULO_DATA, else ./data) in their published layout:
+    cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64 (converted at first
+    use), lm1b (tokenized at first use). text:<path> is any file, as bytes; a relative path may also
+    be relative to data_dir.
 
     split="all" is everything there is to train on; "train" and "test" are disjoint. Sets that have
-    test files (imagenet's val and lm1b's heldout, by either name) have "train" equal to "all". Of
-    fashion10k and pixels, "train" is the first 8,000 images and "test" the last 2,000; of a text,
-    "test" is the last tenth. teacher never repeats an example, so its splits are alike.
-
-    `size` pools images. `seq_len` and `tokenizer` (to replace lm1b's sentencepiece .model) are for
-    text. partial=True accepts missing files of cifar10 and lm1b as long as there is one;
-    check=False accepts files that differ from the published ones but have their layout.
+    test files have "train" equal to "all". Of fashion10k and pixels, "train" is the first 8,000
+    images and "test" the last 2,000; of a text, "test" is the last tenth. teacher never repeats an
+    example, so its splits are alike. `size` pools images, `seq_len` is for text.
     """
     kind, _, path = name.partition(":")
-    teacher = TEACHERS.get(kind.removeprefix("teacher")) if kind != "teacher" else {}
-    kind = "teacher" if teacher is not None else kind
-    if kind not in files.SETS or bool(path) != (kind == "text"):
-        near = difflib.get_close_matches(name, files.SETS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown data set {name!r}: {hint}There are {', '.join(files.SETS)}:<path>."
-        )
-    test = files.SETS[kind][0]
-    if split not in ("all", "train", "test", test):
+    known = [*IMAGES, "pixels", "lm1b", *(f"teacher{k}" for k in TEACHERS)]
+    if kind not in known and not (kind == "text" and path):
+        raise ValueError(f"unknown data set {name!r}: use {', '.join(known)} or text:<path>.")
+    if split not in ("all", "train", "test"):
         raise ValueError(f"{name} has no split {split!r}: use all, train or test.")
-    if size is not None and kind in ("teacher", "lm1b", "text", "pixels"):
-        raise ValueError(f"size={size} is for images, but {name} has none: leave it out.")
-    root = files.data_dir_or_default(data_dir)
-    if kind == "teacher":
-        return Teacher(**teacher, device=device)
+    root, test = files.data_dir_or_default(data_dir), split == "test"
+    if kind.startswith("teacher"):
+        return Teacher(**TEACHERS[kind.removeprefix("teacher")], device=device)
     if kind == "text":
-        found = Path(path) if Path(path).is_file() else root / path
-        return Tokens(_part(files.read_text(found), split, 0.1), 256, seq_len, device)
-    if kind not in ("fashion10k", "pixels"):  # it has test files
-        split = "train" if split in ("all", "train") else test
+        text = files.read_text(Path(path) if Path(path).is_file() else root / path)
+        return Tokens(torch.from_numpy(_part(text, split, 0.1)), 256, seq_len, device)
     if kind == "lm1b":
-        rows, classes = files.read_lm1b(root / kind, split, seq_len, tokenizer, partial, check)
+        rows, classes = files.read_lm1b(root / kind, test, seq_len)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
+    if kind in ("fashion10k", "pixels"):
+        x, y = (_part(array, split, 0.2) for array in files.read_fashion10k(EMBEDDED))
+    elif kind.startswith("cifar10"):
+        x, y = files.read_cifar10(root / "cifar10", test, parts=1 if kind == "cifar10k" else 5)
+    else:
+        x, y = files.read_imagenet(kind, root / kind, test)
+    images = Images(torch.from_numpy(x), torch.from_numpy(y), *IMAGES.get(kind, FASHION))
     if kind == "pixels":
-        return _pixels(_images("fashion10k", root, split, partial, check), seq_len, device)
-    images = _images(kind, root, split, partial, check)
-    return dataclasses.replace(images if size is None else images.pool(size), device=device)
+        grey = images.pool(math.isqrt(seq_len)).x.flatten(1).long() * GREYS // 256  # (N, seq_len)
+        return Tokens(F.pad(grey, (1, 0), value=GREYS), GREYS + 1, seq_len, device)
+    same = size in (None, images.shape[-1])
+    return dataclasses.replace(images if same else images.pool(size), device=device)
 
 
-def _part(x: Tensor | np.ndarray, split: str, share: float) -> Tensor | np.ndarray:
+def _part(x: np.ndarray, split: str, share: float) -> np.ndarray:
     """All of x, all but its last share ("train"), or that share ("test")."""
     n = len(x) - round(share * len(x))
     return {"all": x, "train": x[:n], "test": x[n:]}[split]
-
-
-def _images(kind: str, root: Path, split: str, partial: bool, check: bool) -> Images:
-    """Image data sets at full size, on the CPU."""
-    classes, statistics = 10, FASHION
-    if kind == "fashion10k":
-        arrays = files.read_fashion(kind, EMBEDDED, "t10k", check=True)
-        x, y = (_part(array, split, 0.2) for array in arrays)
-    elif kind == "fashion":
-        prefix = "train" if split == "train" else "t10k"
-        x, y = files.read_fashion(kind, root / "fashion-mnist", prefix, check)
-    elif kind.startswith("cifar10"):
-        parts = 1 if kind == "cifar10k" else 5
-        x, y = files.read_cifar10(root / "cifar10", split, parts, partial, check)
-        statistics = CIFAR10
-    else:
-        x, y = files.read_imagenet(kind, root / kind, split)
-        classes, statistics = 1000, IMAGENET
-    return Images(torch.from_numpy(x), torch.from_numpy(y), classes, *statistics)
-
-
-def _pixels(images: Images, seq_len: int, device: torch.device | str) -> Tokens:
-    side = math.isqrt(seq_len)
-    if side**2 != seq_len:
-        raise ValueError(f"seq_len={seq_len} pixels are not a square image: use 64, for example.")
-    grey = images.pool(side).x.flatten(1).long() * GREYS // 256  # (N, seq_len)
-    return Tokens(F.pad(grey, (1, 0), value=GREYS), GREYS + 1, seq_len, device)
