@@ -50,10 +50,12 @@ def gradients(
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else precision)
-    with torch.enable_grad():
-        losses = task.losses(theta, batch)
-        grads = torch.autograd.grad(losses.sum(), list(theta.values()))
-    torch.set_float32_matmul_precision(precision)
+    try:
+        with torch.enable_grad():
+            losses = task.losses(theta, batch)
+            grads = torch.autograd.grad(losses.sum(), list(theta.values()))
+    finally:
+        torch.set_float32_matmul_precision(precision)
     return losses.detach(), dict(zip(theta, grads, strict=True))
 
 
