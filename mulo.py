@@ -114,12 +114,13 @@ def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | Non
 class LO(nn.Module):
     """Weights phi with their config. Subclasses say which weights there are and how they start."""
 
+    default: LOConfig
     mup: bool | None = None  # whether it was meta-trained under μP, if that is known
 
-    def __init__(self, config: LOConfig, generator: torch.Generator | None = None):
+    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
         super().__init__()
-        self.config = config
-        for name, value in self.initial_weights(config, generator).items():
+        self.config = dataclasses.replace(config or self.default, net=self.default.net)
+        for name, value in self.initial_weights(self.config, generator).items():
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def with_config(self, **fields) -> LO:
@@ -136,13 +137,12 @@ class LO(nn.Module):
 class SmallFC(LO):
     """small_fc_lopt: one MLP for every parameter; its decays are weights too, as offsets."""
 
-    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
-        super().__init__(dataclasses.replace(config or LOConfig(), net="small_fc"), generator)
+    default = LOConfig()
 
     @staticmethod
     def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
-        phi, sizes = {}, config.layer_sizes()
-        for k, (n, m) in enumerate(pairwise(sizes)):
+        phi = {}
+        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
             phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
             phi[f"b{k}"] = torch.zeros(m)
         vectors = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
@@ -157,10 +157,7 @@ class SmallFC(LO):
 class VeLO(LO):
     """An LSTM that generates, at each step, an MLP and a learning rate alpha for every tensor."""
 
-    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
-        super().__init__(
-            dataclasses.replace(config or LOConfig(hidden_size=4), net="velo"), generator
-        )
+    default = LOConfig(net="velo", hidden_size=4)
 
     @staticmethod
     def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
@@ -176,11 +173,13 @@ class VeLO(LO):
             phi[f"{name}_w"] = _truncated_normal(n, m, fan_in=n, generator=generator)
             phi[f"{name}_b"] = torch.zeros(m)
         phi |= {"hidden0": torch.zeros(1, H), "cell0": torch.zeros(1, H)}
-        sizes = config.layer_sizes()
-        for k, (n, m) in enumerate(pairwise(sizes)):
+        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
             phi[f"bank_w{k}"] = _truncated_normal(K, n, m, fan_in=n, generator=generator)
             phi[f"bank_b{k}"] = torch.zeros(K, m)
         return phi
+
+
+NETS = {"small_fc": SmallFC, "velo": VeLO}
 
 
 def stacked(lo: LO) -> Phi:

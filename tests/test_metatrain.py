@@ -178,7 +178,7 @@ def test_a_run_is_extended(whole, tmp_path, capsys):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     run = metatrain.Run.resume(tmp_path, "cpu")
     run.extend(8)
-    assert (run.trainer.step, run.trainer.r.steps) == (6, 8)
+    assert (run.trainer.step, run.trainer.recipe.steps) == (6, 8)
     said, r = capsys.readouterr().out, metatrain.recipe("mulo_m", **(TINY | {"steps": 8}))
     assert said.startswith("8 steps in place of 6: the cosine of the outer rate is stretched to th")
     rates = [r.lr_end + (r.lr - r.lr_end) * (1 + np.cos(np.pi * k / 6)) / 2 for k in (4, 5)]
@@ -191,7 +191,7 @@ def test_a_run_is_extended(whole, tmp_path, capsys):
     about = checkpoints.about(tmp_path / "lo.pt")
     assert about["recipe"]["steps"] == 8
     assert about["command"].endswith(f"&& python metatrain.py --resume {tmp_path} --steps 8")
-    assert metatrain.Run.resume(tmp_path, "cpu").trainer.r.steps == 8  # its own from now on
+    assert metatrain.Run.resume(tmp_path, "cpu").trainer.recipe.steps == 8  # its own from now on
 
 
 def test_velo_resumes_too(tmp_path):

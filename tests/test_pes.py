@@ -280,7 +280,7 @@ def test_losses_are_clipped(monkeypatch):
     bound = 1.5 * np.log(10)
     np.testing.assert_allclose(delta[0], [bound - 1, bound], rtol=1e-6)
     assert float(loss) == pytest.approx((2 * bound + 1) / 4)
-    assert gone == trainer.r.truncation
+    assert gone == trainer.recipe.truncation
 
 
 def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
@@ -327,7 +327,7 @@ def test_gradients_by_independent_bookkeeping(name):
                 sum_eps = eps[j] + (0 if new else sum(mine, torch.zeros_like(eps[j])))
                 total = total + delta[t, j] * sum_eps / T
             mine[:] = [eps[j]] if bool(began[-1, j]) else [*mine, eps[j]]
-            grads.append(total / (2 * trainer.r.sigma**2))
+            grads.append(total / (2 * trainer.recipe.sigma**2))
         return out
 
     with pytest.MonkeyPatch.context() as patch:
@@ -428,7 +428,7 @@ def test_a_checkpoint_goes_to_the_trainers_device(name):
     """Read on the CPU, as runs do; the meta device stands for a GPU."""
     trainer = trainer_of(name)
     trainer.advance()
-    r = trainer.r
+    r = trainer.recipe
     other = pes.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
     other.load_state_dict(trainer.state_dict())
     for groups in other.particles:
