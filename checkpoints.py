@@ -145,16 +145,15 @@ def read(path: Path) -> dict:
 
 
 def build(config: LOConfig, weights: Phi) -> LO:
-    """A SmallFC or VeLO with a float32 copy of these weights, which must fit the config."""
-    with torch.device("meta"):  # a file may claim absurd sizes: compare before allocating
-        lo = NETS[config.net](config)
-    contiguous = torch.contiguous_format
-    copies = {name: w.float().clone(memory_format=contiguous) for name, w in weights.items()}
+    """A SmallFC or VeLO with a copy of these weights, which must fit the config."""
     try:
-        lo.load_state_dict(copies, assign=True)
+        with torch.device("meta"):  # a file may claim absurd sizes: compare before allocating
+            NETS[config.net](config).load_state_dict(weights, assign=True)
     except RuntimeError as error:
         wrong = " ".join(str(error).split())  # one line
         raise ValueError(f"the weights do not fit {config.net}: {wrong}") from None
+    lo = NETS[config.net](config).float()  # float32, whatever torch's default dtype is
+    lo.load_state_dict(weights)
     return lo
 
 
@@ -266,10 +265,11 @@ def check_optimizer_state(opt: MuLO, state_dict: dict) -> list[tuple[nn.Paramete
     if not all("scale" in group for group in groups):
         raise ValueError("this is not what MuLO.state_dict() returned: load that.")
     fix = "build the model, param groups and learned optimizer of the run that saved it."
+    ours, theirs = ([len(g["params"]) for g in x] for x in (opt.param_groups, groups))
+    if ours != theirs:
+        raise ValueError(f"the state_dict has groups of {theirs} parameters, not of {ours}: {fix}")
     ids = [k for group in groups for k in group["params"]]
     params = [(p, group) for group in opt.param_groups for p in group["params"]]
-    if len(ids) != len(params):
-        raise ValueError(f"the state_dict has {len(ids)} parameters, not {len(params)}: {fix}")
     saved = []
     for k, (p, group) in zip(ids, params, strict=True):
         if state.get(k):

@@ -225,7 +225,7 @@ def test_from_reference():
         mulo.from_reference(arrays, lambda1=0.1)
     with pytest.raises(ValueError, match="no 'w0' or 'ff/w0' among"):
         mulo.from_reference({f"meta/{k}": v for k, v in arrays.items()})
-    with pytest.raises(ValueError, match="Missing.*rms_decays"):
+    with pytest.raises(ValueError, match=r"Missing.*rms_decays"):
         mulo.from_reference({k: v for k, v in arrays.items() if k != "rms_decays"})
 
 

@@ -1,7 +1,5 @@
 """PES against golden vectors and closed forms; particles, micro-batches, processes, memory."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -220,41 +218,10 @@ def test_other_seeds_are_other_runs():
     assert rows[0] == rows[2] != rows[1]
 
 
-def test_two_processes_give_the_meta_gradient_of_one(tmp_path):
-    """torchrun with gloo: each of two processes has half the pairs."""
-    script = tmp_path / "two.py"
-    script.write_text(f"""
-import sys, torch, torch.distributed as dist
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import metatrain
-from test_pes import trainer_of
-torch.set_num_threads(1)
-metatrain.start_processes("cpu")
-trainer = trainer_of()
-assert [len(p.t) for groups in trainer.particles for p in groups] == [2, 2]
-grads = []
-for _ in range(3):
-    trainer.advance()
-    grads.append(trainer.phi.grad)
-torch.save(grads, {str(tmp_path)!r} + f"/grads{{dist.get_rank()}}.pt")
-dist.destroy_process_group()
-""")
-    args = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--master-port", "0", "--standalone", script]  # fmt: skip
-    done = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    one = trainer_of()
-    ranks = [torch.load(tmp_path / f"grads{k}.pt") for k in (0, 1)]
-    for a, b in zip(*ranks, strict=True):
-        one.advance()
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, one.phi.grad, rtol=1e-4, atol=1e-6)
-
-
 def test_it_learns():
     """A few dozen outer steps at a tiny size bring the meta-loss down."""
-    trainer = trainer_of(widths=(8,), unroll=40, shortest=40, truncation=20, lr=1e-2)
-    losses = [trainer.advance()["meta_loss"] for _ in range(100)]
+    trainer = trainer_of(widths=(8,), unroll=20, shortest=20, truncation=10, lr=3e-2)
+    losses = [trainer.advance()["meta_loss"] for _ in range(60)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.02
 
 
