@@ -321,7 +321,7 @@ def test_coordinate_check_with_adam(kind):
             return model, train
 
         result = coordinate_check(setup, batch[0], widths, steps=3, repeats=times)
-        worst[rules] = max(float(s.abs().max()) for s in result.slopes.values())
+        worst[rules] = max(float(s.abs().max()) for s in result.values())
     assert worst[ALL] <= 0.1
     assert worst[()] > 0.4
 
