@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import json
 import os
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,8 +31,6 @@ SHIPPED = Path(__file__).parent / "weights"
 def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -> None:
     """Write text, bytes, or what content(file) writes, to a temporary file; then rename it."""
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"no folder {path.parent} for {path.name}: make it first.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
@@ -53,13 +51,9 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
     config = dataclasses.asdict(lo.config)
     content = {"format": FORMAT, "version": VERSION, "about": about, "config": config}
     content |= {"weights": weights, "sha256": _sha256(config, weights)}
+    json.dumps(about)  # raises if there is more than plain values, which `load` would refuse
     buffer = io.BytesIO()
-    try:
-        torch.save(content, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:  # pickling and unpickling raise many exception types
-        raise TypeError(f"`about` takes plain numbers and strings, not {about!r}.") from error
+    torch.save(content, buffer)
     write_atomically(path, buffer.getvalue())
 
 
@@ -204,23 +198,14 @@ def _load_npz(path: Path, config: dict) -> LO:
     """The arrays in an .npz; VeLO as it was released, with updates in proportion to RMS(W)."""
     try:
         with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-        if any(x.dtype.kind not in "fiu" for x in arrays.values()):
-            raise ValueError("not all of its arrays are numbers")
+            arrays = dict(file)
         velo = any("lstm_init" in name for name in arrays)
         lo = from_reference(arrays, **({"param_scale_mult": True} if velo else {}) | config)
-        lo.mup = False
-        return lo
-    except (
-        AttributeError,
-        EOFError,
-        LookupError,
-        RuntimeError,
-        ValueError,
-        zipfile.BadZipFile,
-    ) as error:
+    except Exception as error:  # np.load raises many exception types
         why = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(f"{path} has no learned optimizer's arrays: {why}.") from None
+    lo.mup = False
+    return lo
 
 
 def from_pylo(

@@ -394,14 +394,13 @@ class MuLO(torch.optim.Optimizer):
         super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0} | roles.UNSCALED)
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__} ({self.lo.config.net})\n{roles.group_table(self.param_groups)}"
-        )
+        head = f"{type(self).__name__} ({self.lo.config.net})"
+        return f"{head}\n{roles.group_table(self.param_groups)}"
 
     def _forget(self) -> None:
         """Empty the caches of what is derived from parameters, state and weights."""
         self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
-        self._shared: dict[torch.device, tuple[LOConfig, Tensor, Weights]] = {}
+        self._shared: dict[torch.device, tuple[LOConfig, bytes | list, Weights]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -477,16 +476,14 @@ class MuLO(torch.optim.Optimizer):
         """The learned optimizer's weights on a device, cached until they change."""
         config, weights = self.lo.config, list(self.lo._parameters.values())
         if weights[0].device.type == "cpu":
-            key = torch.cat([w.detach().flatten() for w in weights])
+            key = torch.cat([w.detach().flatten() for w in weights]).float().numpy().tobytes()
         else:  # reading values would sync a GPU
-            key = torch.tensor([(w.data_ptr(), w._version) for w in weights])
-        cached = self._shared.get(device)
-        same = cached and cached[0] == config and cached[1].dtype == key.dtype
-        if not (same and torch.equal(cached[1], key)):
+            key = [(w.data_ptr(), w._version) for w in weights]
+        if device not in self._shared or self._shared[device][:2] != (config, key):
             phi = {k: w.to(device, torch.float32).unsqueeze(0) for k, w in stacked(self.lo).items()}
             backend = kernels.choose(self.backend, config, device)
-            cached = self._shared[device] = config, key, Weights(config, phi, backend)
-        return cached[2]
+            self._shared[device] = config, key, Weights(config, phi, backend)
+        return self._shared[device][2]
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
         """A parameter with its state, as a stack of one; cached until either is replaced."""

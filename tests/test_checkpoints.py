@@ -103,20 +103,10 @@ def test_a_failed_write_leaves_the_old_file(small_fc, tmp_path, monkeypatch):
 
 
 def test_about_takes_plain_values_only(small_fc, tmp_path):
-    mulo.save(small_fc, tmp_path / "lo.pt", seed=1)
-    for value in (
-        tmp_path,
-        lambda: 0,
-        open(os.devnull),
-    ):  # not read back by torch.load, or not pickled
-        with pytest.raises(TypeError, match="`about` takes plain numbers and strings"):
+    for value in (tmp_path, lambda: 0):
+        with pytest.raises(TypeError, match="not JSON serializable"):
             mulo.save(small_fc, tmp_path / "lo.pt", where=value)
-    assert mulo.load(tmp_path / "lo.pt").config == small_fc.config
-
-
-def test_a_missing_folder(small_fc, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere for x\.pt: make it first\.$"):
-        mulo.save(small_fc, tmp_path / "nowhere" / "x.pt")
+    assert not os.listdir(tmp_path)
 
 
 def test_weights_of_another_type_are_saved_as_float32(small_fc, tmp_path):
