@@ -106,9 +106,7 @@ class Recipe:
         if not 0 <= self.seed < 10**9:
             raise ValueError(f"seed must be between 0 and 999,999,999, not {self.seed}.")
         if self.shortest > self.unroll:
-            raise ValueError(
-                f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it to that."
-            )
+            raise ValueError(f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it.")
 
     def tasks(self) -> list[tasks.Task]:
         if self.mixture:
@@ -293,12 +291,6 @@ class Run:
         signal.signal(signal.SIGINT, lambda *_: setattr(self, "stop", True))
         try:
             self._train(minutes)
-        except FloatingPointError as error:
-            last = list(self.checkpoints(self.out).values())
-            kept = f"the last good checkpoint is {last[-1]}" if last else "nothing was saved"
-            raise FloatingPointError(
-                f"{error}: {kept}; start anew with a smaller --lr or --sigma."
-            ) from None
         finally:
             signal.signal(signal.SIGINT, before)
         if trainer.step < trainer.recipe.steps:
@@ -331,11 +323,9 @@ class Run:
                     try:
                         self.save()
                     except OSError as error:  # a full disk: what was saved before is still there
+                        bar.write(f"checkpoint not saved ({error}): make room.")
                         if over:
-                            raise OSError(
-                                f"{error}: make room, then --resume {self.out}."
-                            ) from None
-                        bar.write(f"checkpoint not saved ({error}): make room, the run goes on.")
+                            raise
 
 
 def _suffix(rank: int) -> str:
@@ -397,39 +387,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", choices=SCALES, default="desk", help="a laptop's or the paper's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<name>)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue the run in DIR, to --steps if given"
-    )
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument(
         "--checkpoint-every", type=float, default=10, metavar="MINUTES", help="(default: 10)"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only estimate memory and time on a GPU"
-    )
-    parser.add_argument(
-        "--card", default="a6000", help="for --dry-run: a6000, a100, or GB/s,TFLOP/s"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="estimate memory and time on a GPU")
+    parser.add_argument("--card", default="a6000", help="that GPU: a6000, a100, or GB/s,TFLOP/s")
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     numbers = parser.add_argument_group("numbers of the recipe, to override (here: mulo_m's)")
     for field in dataclasses.fields(Recipe):
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):
             flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
-            values = ", ".join(
-                f"{getattr(recipe('mulo_m', k), field.name):g} ({k})" for k in SCALES
-            )
-            numbers.add_argument(flag, type=kind, metavar="N", help=values)
-    numbers.add_argument(
-        "--widths", type=int, nargs="+", metavar="N", help="of the nets it is meta-trained on"
-    )
-    numbers.add_argument(
-        "--mixture", nargs="+", metavar="TASK", help="tasks in place of kind, widths and depth"
-    )
+            values = (f"{getattr(recipe('mulo_m', k), field.name):g} ({k})" for k in SCALES)
+            numbers.add_argument(flag, type=kind, metavar="N", help=", ".join(values))
+    numbers.add_argument("--widths", type=int, nargs="+", metavar="N", help="of the nets")
+    numbers.add_argument("--mixture", nargs="+", metavar="TASK", help="in place of kind and widths")
     numbers.add_argument("--start", metavar="LO", help="a learned optimizer to start from")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`; a .py file: one's own")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
-    numbers.add_argument(
-        "--tf32", action="store_true", default=None, help="the nets' matrix products in TF32"
-    )
+    numbers.add_argument("--tf32", action="store_true", default=None, help="train the nets in TF32")
     numbers.add_argument("--backend", choices=kernels.BACKENDS, help="of the optimizer's step")
     return parser
 

@@ -254,11 +254,11 @@ class Trainer:
             grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(recipe.clip)
         grad = grads.mean(0)  # tasks count alike
         norm, loss = float(grad.norm()), float(losses.mean())
-        if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise FloatingPointError(f"the meta-gradient is not finite at step {self.step + 1}")
-        if norm == 0 and self.step:  # the first is, with truncation=1
+        no_signal = norm == 0 and self.step > 0  # the first is 0 with truncation=1
+        if no_signal or not math.isfinite(norm + loss):
             raise FloatingPointError(
-                f"the meta-gradient is 0 at step {self.step + 1}, as when every net diverges"
+                f"the meta-gradient is {norm:g} at step {self.step + 1}, as when every net "
+                "diverges: start anew with a smaller --lr or --sigma."
             )
         self.phi.grad = grad * min(1.0, recipe.clip / (norm + 1e-12))
         rate = self.adamw.param_groups[0]["lr"] = self.rate()

@@ -235,7 +235,7 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path, monkeypatch, capfd):
     assert mulo.load(tmp_path / "lo.pt")
 
 
-def test_a_run_that_breaks_down_names_the_last_good_checkpoint(tmp_path, monkeypatch):
+def test_a_run_that_breaks_down_keeps_good_checkpoints(tmp_path, monkeypatch):
     run = new_run(tmp_path)
     estimate = run.trainer.estimate
     monkeypatch.setattr(
@@ -243,9 +243,8 @@ def test_a_run_that_breaks_down_names_the_last_good_checkpoint(tmp_path, monkeyp
         "estimate",
         lambda groups: estimate(groups) * (float("nan") if run.trainer.step == 3 else 1),
     )
-    with pytest.raises(FloatingPointError) as error:
+    with pytest.raises(FloatingPointError, match=r"is nan at step 4, .*smaller --lr or --sigma"):
         run.train(minutes=0)
-    assert f"the last good checkpoint is {tmp_path / 'checkpoint_000003.pt'}" in str(error.value)
     monkeypatch.undo()
     again = metatrain.Run.resume(tmp_path, "cpu")
     assert again.trainer.phi.isfinite().all()
