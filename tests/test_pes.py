@@ -176,7 +176,7 @@ def test_unrolls_begin_desynchronised_and_last_as_told():
     trainer = trainer_of(pairs=8, unroll=60, shortest=20, truncation=1)
     [particles] = trainer.particles[0]
     lengths, ends = [], []
-    for _ in range(200):
+    for _ in range(150):
         before = particles.t.clone()
         particles.truncation(trainer.phi.detach())
         ends += before[particles.t == 1].tolist()
@@ -203,11 +203,10 @@ def test_divergence_restarts_the_pair_and_spares_the_others():
     assert all(p.isfinite().all() for p in particles.theta.values())
 
 
-@pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
-def test_micro_batches_change_nothing(name):
-    whole, split = trainer_of(name, micro_batch=4), trainer_of(name, micro_batch=1)
+def test_micro_batches_change_nothing():
+    whole, split = trainer_of("velo_m", micro_batch=4), trainer_of("velo_m", micro_batch=1)
     assert [len(groups) for groups in split.particles] == [4, 4]
-    for _ in range(4):
+    for _ in range(3):
         a, b = whole.advance(), split.advance()
         assert a["meta_loss"] == pytest.approx(b["meta_loss"], rel=1e-5)
         torch.testing.assert_close(whole.phi.grad, split.phi.grad, rtol=1e-3, atol=1e-4)
@@ -269,10 +268,9 @@ def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
     assert "sines_w8_d3: nets and their state" in estimate.report(meta, estimate.CARDS["a6000"])
 
 
-@pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
-def test_gradients_by_independent_bookkeeping(name):
+def test_gradients_by_independent_bookkeeping():
     """Each step's difference times the sum of the perturbations since that net's own t = 0."""
-    trainer = trainer_of(name, pairs=3, micro_batch=2, truncation=5)
+    trainer = trainer_of(pairs=3, micro_batch=2, truncation=5)
     n, T = 3, 5
     history = [[[] for _ in range(n)] for _ in trainer.tasks]  # perturbations of running unrolls
     grads = []
