@@ -151,12 +151,12 @@ class Particles:
     def _restart(self, finished: Tensor, phi: Phi) -> None:
         """Begin a new unroll in the pairs that are finished, (n,) bool."""
         n, which = len(self.t), finished.nonzero().flatten().tolist()
+        low, high = math.log(self.recipe.shortest), math.log(self.recipe.unroll)
+        length = (low + (high - low) * self._random(which)).exp().round()  # log-uniform
         first = not self.length.any()
-        length = torch.stack([self._length(self.generators[k]) for k in which])
-        self.t[which], self.length[which] = 0, length
-        if first:  # cut the first unrolls short, so that pairs do not reset together
-            cut = [torch.rand((), generator=self.generators[k]) for k in which]
-            self.length[which] = (length * torch.stack(cut)).ceil()
+        # Cut the first unrolls short, so that pairs do not reset together.
+        self.length[which] = (length * self._random(which)).ceil() if first else length
+        self.t[which] = 0
         device = self.xi.device
         rows = features.send(torch.tensor(which + [n + k for k in which]), device)
         inits = [self.task.init(1, self.generators[k]) for k in which]
@@ -170,10 +170,9 @@ class Particles:
             for name, x in new.items():
                 old[name].index_copy_(0, rows, x)
 
-    def _length(self, generator: torch.Generator) -> Tensor:
-        """The length of an unroll, log-uniform between the recipe's bounds."""
-        low, high = math.log(self.recipe.shortest), math.log(self.recipe.unroll)
-        return (low + (high - low) * torch.rand((), generator=generator)).exp().round()
+    def _random(self, which: list[int]) -> Tensor:
+        """A number in [0, 1) for each of these pairs."""
+        return torch.stack([torch.rand((), generator=self.generators[k]) for k in which])
 
     def state_dict(self) -> dict:
         names = ("theta", "state", "t", "length", "xi")
