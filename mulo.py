@@ -149,10 +149,6 @@ class SmallFC(LO):
         vectors |= {"multipliers": len(roles.TENSOR_KINDS)} if config.multipliers else {}
         return phi | {name: torch.zeros(n) for name, n in vectors.items()}
 
-    def forward(self, A: Tensor) -> Tensor:
-        """The bare network: features (..., 39) -> [d, m] (..., 2)."""
-        return mlp(stacked(self), A[None], self.config.hidden_layers)[0]
-
 
 class VeLO(LO):
     """An LSTM that generates, at each step, an MLP and a learning rate alpha for every tensor."""
