@@ -27,7 +27,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 import pes
 import tasks
 import training
-from mulo import LOConfig, SmallFC, VeLO, stacked
+from mulo import NETS, LOConfig, stacked
 
 CONTEXT = 0.6 * 2**30  # bytes of a CUDA context and of cuBLAS workspaces, about
 LAUNCH = 4e-6  # seconds between the starts of two small kernels from Python
@@ -141,7 +141,7 @@ def inner_step(task: tasks.Task, particles: pes.Particles) -> Count:
     """One inner step of some particles on the meta device, counted."""
     n = 2 * len(particles.t)
     with Count() as count:
-        batch = meta_batch(task, n, particles.r.batch_size)
+        batch = meta_batch(task, n, particles.recipe.batch_size)
         phi = torch.zeros(n, particles.xi.shape[1], device="meta")
         particles.inner_step(particles.opt.prepare(pes.unflatten(phi, particles.lo)), batch)
     return count
@@ -169,7 +169,7 @@ def nets_step(task: tasks.Task, optimizer: LOConfig | str, n: int) -> Nets:
     learned = isinstance(optimizer, LOConfig)
     if learned:
         with torch.device("meta"):
-            phi = stacked({"small_fc": SmallFC, "velo": VeLO}[optimizer.net](optimizer))
+            phi = stacked(NETS[optimizer.net](optimizer))
         opt = training.Learned(optimizer, task, "meta")
         state = opt.init(theta, phi, torch.full((n,), 1000.0))
         weights, t = opt.prepare(phi), torch.zeros(n, device="meta")
@@ -204,7 +204,7 @@ def kernel_seconds(config, entries: int, on: Card) -> float:
 
 def task_estimate(trainer: pes.Trainer, index: int, on: Card) -> tuple[int, int, float]:
     """Of one task: bytes held, bytes more while nets train, seconds of a truncation."""
-    task, groups, r = trainer.tasks[index], trainer.particles[index], trainer.r
+    task, groups, r = trainer.tasks[index], trainer.particles[index], trainer.recipe
     held = sum(x.nbytes for p in groups for x in (*p.theta.values(), *p.state.values(), p.xi))
     count = inner_step(task, groups[0])
     seconds = count.seconds(on, r.tf32)
@@ -217,13 +217,13 @@ def task_estimate(trainer: pes.Trainer, index: int, on: Card) -> tuple[int, int,
 def run_estimate(trainer: pes.Trainer, parts: list[tuple[int, int, float]]) -> tuple[float, float]:
     """Of a run, from the `task_estimate` of each task: bytes, seconds of an outer step."""
     held, more, seconds = zip(*parts, strict=True)
-    outer = sum(seconds) * (trainer.r.per_step or len(seconds)) / len(seconds)
+    outer = sum(seconds) * (trainer.recipe.per_step or len(seconds)) / len(seconds)
     return sum(held) + max(more) + data_bytes(trainer.tasks) + CONTEXT, outer
 
 
 def report(trainer: pes.Trainer, on: Card) -> str:
     """Memory and time of a run, from a Trainer on the meta device, in sentences."""
-    r, lines, parts = trainer.r, [], []
+    r, lines, parts = trainer.recipe, [], []
     for k, task in enumerate(trainer.tasks):
         held, more, seconds = part = task_estimate(trainer, k, on)
         parts.append(part)

@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import io
 import os
-import pickle
 import shlex
 import signal
 import subprocess
@@ -32,13 +31,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import checkpoints
 import estimate
 import kernels
 import mulo
+import pes
 import roles
 import tasks
 import training
-from checkpoints import write_atomically
 from pes import Trainer, pes_gradient
 
 __all__ = ["RECIPES", "Recipe", "Run", "Trainer", "pes_gradient", "recipe"]
@@ -106,9 +106,7 @@ class Recipe:
         if not 0 <= self.seed < 10**9:
             raise ValueError(f"seed must be between 0 and 999,999,999, not {self.seed}.")
         if self.shortest > self.unroll:
-            raise ValueError(
-                f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it to that."
-            )
+            raise ValueError(f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it.")
 
     def tasks(self) -> list[tasks.Task]:
         if self.mixture:
@@ -181,23 +179,12 @@ def input_size(task: tasks.Task) -> float:
 
 def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
     """The learned optimizer that a run starts from."""
-    config = mulo.LOConfig(
-        net=r.net,
-        hidden_size=r.hidden_size,
-        lam1=r.lam1,
-        t_max=float(r.unroll) if r.net == "small_fc" else None,
-        lstm_hidden=r.lstm_hidden,
-        param_inits=r.param_inits,
-        param_scale_mult=r.param_scale_mult,
-        eps=r.eps,
-        eps_rms=r.eps_rms,
-        anneal=r.anneal,
-        input_base=r.input_base or None,
-        by_channels=r.by_channels,
-        multipliers=r.multipliers,
-    )
-    kind = mulo.VeLO if r.net == "velo" else mulo.SmallFC
-    lo = kind(config, torch.Generator().manual_seed(r.seed))
+    config = {
+        f.name: getattr(r, f.name) for f in dataclasses.fields(mulo.LOConfig) if hasattr(r, f.name)
+    }
+    config |= {"input_base": r.input_base or None}
+    config |= {"t_max": float(r.unroll)} if r.net == "small_fc" else {}
+    lo = mulo.NETS[r.net](mulo.LOConfig(**config), torch.Generator().manual_seed(r.seed))
     if r.start:
         try:
             lo.load_state_dict(lo.state_dict() | mulo.load(r.start).state_dict())
@@ -212,86 +199,65 @@ class Run:
     Of several processes each keeps its own nets' checkpoints; the first also writes the rest.
     """
 
-    KEEP = 3
+    KEEP = 3  # checkpoints: the last may be damaged, or processes may be killed as they write it
     HISTORY = ("rows", "seconds", "command", "commit")
 
     def __init__(self, trainer: Trainer, out: Path):
         self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
+        self.stop = False  # set by Ctrl-C
         self.command, self.commit = shlex.join(["python", *sys.argv]), commit()
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(
-                f"cannot write to {out} ({error.strerror}): choose another --out."
-            ) from None
+        out.mkdir(parents=True, exist_ok=True)
         for half_written in out.glob(".checkpoint_*"):  # by a process that was killed
             half_written.unlink(missing_ok=True)
 
     @staticmethod
-    def checkpoints(out: Path, rank: int = 0) -> list[Path]:
-        """The checkpoints of one process, oldest first."""
-        return sorted(out.glob(f"checkpoint_{'[0-9]' * 6}{_suffix(rank)}.pt"))
+    def checkpoints(out: Path, rank: int = 0) -> dict[int, Path]:
+        """The checkpoints of one process by their step, oldest first."""
+        paths = sorted(out.glob(f"checkpoint_{'[0-9]' * 6}{_suffix(rank)}"))
+        return {int(path.name.removeprefix("checkpoint_")[:6]): path for path in paths}
 
     def save(self) -> None:
         """Checkpoint and log, each written whole and renamed."""
         state = self.trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}
         rank = self.trainer.rank
-        path = self.out / f"checkpoint_{self.trainer.step:06}{_suffix(rank)}.pt"
         buffer = io.BytesIO()  # torch.save to a full disk fails with an error of its own
         torch.save(state, buffer)
-        write_atomically(path, buffer.getbuffer())
-        for old in self.checkpoints(self.out, rank)[: -self.KEEP]:
+        path = self.out / f"checkpoint_{self.trainer.step:06}{_suffix(rank)}"
+        checkpoints.write_atomically(path, buffer.getbuffer())
+        for old in list(self.checkpoints(self.out, rank).values())[: -self.KEEP]:
             old.unlink()
         if rank == 0:
-            self.write_log()
-
-    def write_log(self) -> None:
-        if self.rows:
             lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
-            write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
+            checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
 
     @classmethod
     def resume(cls, out: Path, device: str) -> Run:
         """Continue from the newest checkpoint that can be read, by every process."""
-        if out.is_file() or not out.is_dir():
-            raise FileNotFoundError(f"{out} is not the folder of a run: give that to --resume.")
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world = pes.rank_and_world()
         made_by = 1 + len({f.name.split(".")[1] for f in out.glob("checkpoint_*.rank*.pt")})
         if made_by != world:
-            how = f"torchrun --nproc-per-node {made_by} metatrain.py" if made_by > 1 else "python"
             raise ValueError(
-                f"the run was split over {made_by} process(es), not {world}: resume it with {how}."
+                f"the run was split over {made_by} process(es), not {world}: resume it with "
+                f"{launcher(made_by)}."
             )
-        steps = {_step(path) for path in cls.checkpoints(out, rank)}
-        while steps:
-            if world > 1:
-                everyone = [None] * world
-                dist.all_gather_object(everyone, steps)
-                steps = set.intersection(*everyone)
-            if not steps:
+        paths = cls.checkpoints(out, rank)
+        for step in sorted(set.intersection(*of_all_processes(set(paths))), reverse=True):
+            try:
+                state = checkpoints.read(paths[step])
+            except ValueError as error:
+                print(f"{error} Trying the checkpoint before.", file=sys.stderr)
+                state = None
+            if all(of_all_processes(state is not None)):
                 break
-            path = out / f"checkpoint_{max(steps):06}{_suffix(rank)}.pt"
-            state = _read(path)
-            if world > 1:  # it counts only if every process can read its own
-                everyone = [None] * world
-                dist.all_gather_object(everyone, state is not None)
-                state = state if all(everyone) else None
-            if state is not None:
-                return cls._continue(state, out, device)
-            steps.discard(max(steps))
-        raise FileNotFoundError(f"no checkpoint that can be read in {out}: start the run anew.")
-
-    @classmethod
-    def _continue(cls, state: dict, out: Path, device: str) -> Run:
-        fields = state["recipe"] | {
-            k: tuple(state["recipe"][k]) for k in ("widths", "mixture", "only")
-        }
-        if set(fields) != {f.name for f in dataclasses.fields(Recipe)}:
+        else:
+            fix = "give the folder of a run, or start anew"
+            raise FileNotFoundError(f"no checkpoint that can be read in {out}: {fix}.")
+        if state["recipe"].keys() != {f.name for f in dataclasses.fields(Recipe)}:
             raise ValueError(
                 f"the run in {out} was made by other code ({state.get('commit')}): resume it with "
                 "that, or start anew."
             )
-        r = Recipe(**fields)
+        r = Recipe(**state["recipe"])
         run = cls(Trainer(r, new_lo(r, device)), out)
         run.trainer.load_state_dict(state)
         for name in cls.HISTORY:
@@ -305,14 +271,15 @@ class Run:
             raise ValueError(
                 f"the run in {self.out} is at step {trainer.step}: give --steps more than that."
             )
-        planned, trainer.r = trainer.r.steps, dataclasses.replace(trainer.r, steps=steps)
+        planned = trainer.recipe.steps
+        trainer.recipe = dataclasses.replace(trainer.recipe, steps=steps)
         more = ["python", "metatrain.py", "--resume", str(self.out), "--steps", str(steps)]
         self.command += f" && {shlex.join(more)}"
         if trainer.rank == 0:
             print(
                 f"{steps} steps in place of {planned}: the cosine of the outer rate is stretched "
                 f"to the new end, so at step {trainer.step} it is {trainer.rate():.2g} in place "
-                f"of {before:.2g}, and {trainer.r.lr_end:.2g} at the end."
+                f"of {before:.2g}, and {trainer.recipe.lr_end:.2g} at the end."
             )
 
     def train(self, minutes: float) -> None:
@@ -321,72 +288,64 @@ class Run:
         Ctrl-C stops after the current step, so the checkpoint is consistent.
         """
         trainer, before = self.trainer, signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, lambda *_: setattr(trainer, "wants_stop", True))
+        signal.signal(signal.SIGINT, lambda *_: setattr(self, "stop", True))
         try:
             self._train(minutes)
-        except FloatingPointError as error:
-            last = self.checkpoints(self.out)
-            kept = f"the last good checkpoint is {last[-1]}" if last else "nothing was saved"
-            raise FloatingPointError(
-                f"{error}: {kept}; start anew with a smaller --lr or --sigma."
-            ) from None
         finally:
             signal.signal(signal.SIGINT, before)
-        if trainer.step < trainer.r.steps:
+        if trainer.step < trainer.recipe.steps:
             raise KeyboardInterrupt
         if trainer.rank == 0:
-            about = {"recipe": dataclasses.asdict(trainer.r), "command": self.command}
+            about = {"recipe": dataclasses.asdict(trainer.recipe), "command": self.command}
             about |= {"commit": self.commit, "minutes": self.seconds / 60}
             about["meta_loss"] = mean_loss(self.rows[-20:])
             mulo.save(trainer.result(), self.out / "lo.pt", **about)
 
     def _train(self, minutes: float) -> None:
-        trainer, r, started = self.trainer, self.trainer.r, self.trainer.step
+        trainer, r = self.trainer, self.trainer.recipe
         inner = r.truncation * (r.per_step or len(trainer.tasks)) * 2 * r.pairs
-        hide = trainer.rank > 0
-        with tqdm(total=r.steps, initial=started, desc=r.name, unit="step", disable=hide) as bar:
-            clock = saved = time.monotonic()
-            while trainer.step < r.steps and not trainer.stop:
-                trainer.wants_save = trainer.rank == 0 and clock - saved >= 60 * minutes
+        how = {"initial": trainer.step, "desc": r.name, "disable": trainer.rank > 0}
+        with tqdm(total=r.steps, unit="step", **how) as bar:
+            stop, saved = False, time.monotonic()
+            while trainer.step < r.steps and not stop:
+                start = time.monotonic()
                 self.rows.append(trainer.advance())
-                clock, since = time.monotonic(), time.monotonic() - clock
-                self.seconds += since
+                now = time.monotonic()
+                self.seconds += now - start
                 bar.update()
-                speed = f"{inner / since:,.0f}/s"
+                speed = f"{inner / (now - start):,.0f}/s"
                 bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}", inner=speed)
-                if trainer.save and trainer.step < r.steps:
-                    saved = clock
+                wishes = of_all_processes((self.stop, now - saved >= 60 * minutes))
+                stop, save = map(any, zip(*wishes, strict=True))
+                over = stop or trainer.step == r.steps
+                if save or over:
+                    saved = now
                     try:
                         self.save()
                     except OSError as error:  # a full disk: what was saved before is still there
-                        bar.write(f"checkpoint not saved ({error}): make room, the run goes on.")
-        try:
-            self.save()
-        except OSError as error:
-            raise OSError(
-                f"{error}: make room, then python metatrain.py --resume {self.out}."
-            ) from None
-
-
-def _step(path: Path) -> int:
-    return int(path.name[11:17])
-
-
-def _read(path: Path) -> dict | None:
-    """A checkpoint, on the CPU, or None if it is damaged."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, KeyError) as error:
-        print(f"{path} cannot be read ({error}): trying the one before.", file=sys.stderr)
-        return None
+                        bar.write(f"checkpoint not saved ({error}): make room.")
+                        if over:
+                            raise
 
 
 def _suffix(rank: int) -> str:
-    return f".rank{rank}" if rank else ""
+    return f".rank{rank}.pt" if rank else ".pt"
+
+
+def of_all_processes(x) -> list:
+    """x of every process, under torchrun; of this one otherwise."""
+    everyone = [x] * pes.rank_and_world()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, x)
+    return everyone
 
 
 def mean_loss(rows: list[dict]) -> float:
     return sum(row["meta_loss"] for row in rows) / len(rows)
+
+
+def launcher(processes: int) -> str:
+    return "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
 
 
 def commit() -> str:
@@ -419,49 +378,34 @@ def start_processes(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Meta-train a learned optimizer by PES."
     parser = argparse.ArgumentParser(
         usage="metatrain.py [recipe] [flags]",
-        description=about,
+        description="Meta-train a learned optimizer by PES.",
         epilog="example: python metatrain.py lo_m --steps 200 --out runs/try",
     )
     parser.add_argument("recipe", nargs="?", default="mulo_m", help=", ".join(RECIPES))
     parser.add_argument("--scale", choices=SCALES, default="desk", help="a laptop's or the paper's")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<name>)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue the run in DIR, to --steps if given"
-    )
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument(
         "--checkpoint-every", type=float, default=10, metavar="MINUTES", help="(default: 10)"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only estimate memory and time on a GPU"
-    )
-    parser.add_argument(
-        "--card", default="a6000", help="for --dry-run: a6000, a100, or GB/s,TFLOP/s"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="estimate memory and time on a GPU")
+    parser.add_argument("--card", default="a6000", help="that GPU: a6000, a100, or GB/s,TFLOP/s")
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     numbers = parser.add_argument_group("numbers of the recipe, to override (here: mulo_m's)")
     for field in dataclasses.fields(Recipe):
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):
             flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
-            values = ", ".join(
-                f"{getattr(recipe('mulo_m', k), field.name):g} ({k})" for k in SCALES
-            )
-            numbers.add_argument(flag, type=kind, metavar="N", help=values)
-    numbers.add_argument(
-        "--widths", type=int, nargs="+", metavar="N", help="of the nets it is meta-trained on"
-    )
-    numbers.add_argument(
-        "--mixture", nargs="+", metavar="TASK", help="tasks in place of kind, widths and depth"
-    )
+            values = (f"{getattr(recipe('mulo_m', k), field.name):g} ({k})" for k in SCALES)
+            numbers.add_argument(flag, type=kind, metavar="N", help=", ".join(values))
+    numbers.add_argument("--widths", type=int, nargs="+", metavar="N", help="of the nets")
+    numbers.add_argument("--mixture", nargs="+", metavar="TASK", help="in place of kind and widths")
     numbers.add_argument("--start", metavar="LO", help="a learned optimizer to start from")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`; a .py file: one's own")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
-    numbers.add_argument(
-        "--tf32", action="store_true", default=None, help="the nets' matrix products in TF32"
-    )
+    numbers.add_argument("--tf32", action="store_true", default=None, help="train the nets in TF32")
     numbers.add_argument("--backend", choices=kernels.BACKENDS, help="of the optimizer's step")
     return parser
 
@@ -497,8 +441,6 @@ def _start(args: argparse.Namespace, device: str) -> Run:
 
 def main() -> None:
     args, run = _parser().parse_args(), None
-    if not args.checkpoint_every >= 0:
-        sys.exit("metatrain.py: --checkpoint-every must be a number of minutes, 0 or more.")
     training.keep_freed_memory()
     try:
         if args.dry_run:
@@ -506,7 +448,7 @@ def main() -> None:
             trainer = Trainer(r, new_lo(r, "meta"), data=False)
             return print(estimate.report(trainer, estimate.card(args.card)))
         run = _start(args, start_processes(args.device))
-        if args.device == "cpu" and run.trainer.r.scale == "desk":
+        if args.device == "cpu" and run.trainer.recipe.scale == "desk":
             torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
         run.train(args.checkpoint_every)
         if run.trainer.rank == 0 and args.no_picture:
@@ -516,13 +458,10 @@ def main() -> None:
 
             print(choose.closing_report(run, args.device))
     except KeyboardInterrupt:
-        if args.resume and run is None:
-            sys.exit("stopped before it went on: nothing has changed, resume again.")
         if run is None or not run.rows:
-            sys.exit("stopped before the first step: nothing to resume, start again.")
-        n = run.trainer.world
-        how = "python" if n == 1 else f"torchrun --nproc-per-node {n}"
-        sys.exit(f"stopped at step {run.trainer.step}: {how} metatrain.py --resume {run.out}")
+            sys.exit("stopped before the first step: start again.")
+        how = f"{launcher(run.trainer.world)} metatrain.py --resume {run.out}"
+        sys.exit(f"stopped at step {run.trainer.step}: {how}")
     except torch.OutOfMemoryError:
         sys.exit("metatrain.py: out of memory: use a smaller --micro-batch (--dry-run tells more).")
     except (ValueError, OSError, FloatingPointError) as error:

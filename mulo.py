@@ -114,12 +114,13 @@ def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | Non
 class LO(nn.Module):
     """Weights phi with their config. Subclasses say which weights there are and how they start."""
 
+    default: LOConfig
     mup: bool | None = None  # whether it was meta-trained under μP, if that is known
 
-    def __init__(self, config: LOConfig, generator: torch.Generator | None = None):
+    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
         super().__init__()
-        self.config = config
-        for name, value in self.initial_weights(config, generator).items():
+        self.config = dataclasses.replace(config or self.default, net=self.default.net)
+        for name, value in self.initial_weights(self.config, generator).items():
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def with_config(self, **fields) -> LO:
@@ -136,31 +137,23 @@ class LO(nn.Module):
 class SmallFC(LO):
     """small_fc_lopt: one MLP for every parameter; its decays are weights too, as offsets."""
 
-    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
-        super().__init__(dataclasses.replace(config or LOConfig(), net="small_fc"), generator)
+    default = LOConfig()
 
     @staticmethod
     def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
-        phi, sizes = {}, config.layer_sizes()
-        for k, (n, m) in enumerate(pairwise(sizes)):
+        phi = {}
+        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
             phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
             phi[f"b{k}"] = torch.zeros(m)
         vectors = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
         vectors |= {"multipliers": len(roles.TENSOR_KINDS)} if config.multipliers else {}
         return phi | {name: torch.zeros(n) for name, n in vectors.items()}
 
-    def forward(self, A: Tensor) -> Tensor:
-        """The bare network: features (..., 39) -> [d, m] (..., 2)."""
-        return mlp(stacked(self), A[None], self.config.hidden_layers)[0]
-
 
 class VeLO(LO):
     """An LSTM that generates, at each step, an MLP and a learning rate alpha for every tensor."""
 
-    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
-        super().__init__(
-            dataclasses.replace(config or LOConfig(hidden_size=4), net="velo"), generator
-        )
+    default = LOConfig(net="velo", hidden_size=4)
 
     @staticmethod
     def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
@@ -176,11 +169,13 @@ class VeLO(LO):
             phi[f"{name}_w"] = _truncated_normal(n, m, fan_in=n, generator=generator)
             phi[f"{name}_b"] = torch.zeros(m)
         phi |= {"hidden0": torch.zeros(1, H), "cell0": torch.zeros(1, H)}
-        sizes = config.layer_sizes()
-        for k, (n, m) in enumerate(pairwise(sizes)):
+        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
             phi[f"bank_w{k}"] = _truncated_normal(K, n, m, fan_in=n, generator=generator)
             phi[f"bank_b{k}"] = torch.zeros(K, m)
         return phi
+
+
+NETS = {"small_fc": SmallFC, "velo": VeLO}
 
 
 def stacked(lo: LO) -> Phi:
@@ -395,14 +390,13 @@ class MuLO(torch.optim.Optimizer):
         super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0} | roles.UNSCALED)
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__} ({self.lo.config.net})\n{roles.group_table(self.param_groups)}"
-        )
+        head = f"{type(self).__name__} ({self.lo.config.net})"
+        return f"{head}\n{roles.group_table(self.param_groups)}"
 
     def _forget(self) -> None:
         """Empty the caches of what is derived from parameters, state and weights."""
         self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
-        self._shared: dict[torch.device, tuple[LOConfig, Tensor, Weights]] = {}
+        self._shared: dict[torch.device, tuple[LOConfig, bytes | list, Weights]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -478,16 +472,14 @@ class MuLO(torch.optim.Optimizer):
         """The learned optimizer's weights on a device, cached until they change."""
         config, weights = self.lo.config, list(self.lo._parameters.values())
         if weights[0].device.type == "cpu":
-            key = torch.cat([w.detach().flatten() for w in weights])
+            key = torch.cat([w.detach().flatten() for w in weights]).float().numpy().tobytes()
         else:  # reading values would sync a GPU
-            key = torch.tensor([(w.data_ptr(), w._version) for w in weights])
-        cached = self._shared.get(device)
-        same = cached and cached[0] == config and cached[1].dtype == key.dtype
-        if not (same and torch.equal(cached[1], key)):
+            key = [(w.data_ptr(), w._version) for w in weights]
+        if device not in self._shared or self._shared[device][:2] != (config, key):
             phi = {k: w.to(device, torch.float32).unsqueeze(0) for k, w in stacked(self.lo).items()}
             backend = kernels.choose(self.backend, config, device)
-            cached = self._shared[device] = config, key, Weights(config, phi, backend)
-        return cached[2]
+            self._shared[device] = config, key, Weights(config, phi, backend)
+        return self._shared[device][2]
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
         """A parameter with its state, as a stack of one; cached until either is replaced."""

@@ -20,7 +20,7 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import features
 import mulo
@@ -47,7 +47,7 @@ def pes_gradient(
     difference is still not finite is left out. DIVERGES: in the reference code an
     unroll's last loss counts as the next one's, and a NaN makes the whole gradient 0.
     """
-    good = good_pairs(delta, mask)  # (n,)
+    good = torch.where(mask, delta, 0).isfinite().all(0)  # (n,)
     weight = mask / mask.sum(0).clamp_min(1)  # (steps, n)
     delta = torch.where(good & mask, delta, 0) * weight
     old, new = (delta * ~began).sum(0), (delta * began).sum(0)  # (n,)
@@ -55,11 +55,6 @@ def pes_gradient(
     grad = (old.unsqueeze(1) * new_xi + new.unsqueeze(1) * eps).sum(0)
     grad = grad / (2 * sigma**2 * good.sum().clamp_min(1))
     return grad, torch.where(began[-1].unsqueeze(1), eps, new_xi)
-
-
-def good_pairs(delta: Tensor, mask: Tensor) -> Tensor:
-    """Which pairs count, (n,) bool: those whose differences are all finite."""
-    return torch.where(mask, delta, 0).isfinite().all(0)
 
 
 def unflatten(phi: Tensor, like: LO) -> Phi:
@@ -84,23 +79,22 @@ class Particles:
         data=None,
     ):
         device = next(lo.parameters()).device
-        self.task, self.r, self.lo, self.data = task, recipe, lo, data
+        self.task, self.recipe, self.lo, self.data = task, recipe, lo, data
         self.opt = training.Learned(lo.config, task, device, recipe.backend)
         self.bound = task.loss_bound  # losses are clipped to [0, bound]
         # On the CPU whatever the device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
-        n, weights = len(pairs), list(lo.parameters())
+        n, names = len(pairs), [name for name, _ in lo.named_parameters()]
         shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
         self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all start at once
         self.scheduled = torch.tensor([k < recipe.cosine * recipe.pairs for k in pairs])
-        only = [not recipe.only or name in recipe.only for name, _ in lo.named_parameters()]
-        sizes = torch.tensor([w.numel() for w in weights])
+        only = [name in (recipe.only or names) for name in names]
+        sizes = torch.tensor([w.numel() for w in lo.parameters()])
         self.trained = torch.tensor(only).repeat_interleave(sizes)  # (D,): weights to perturb
         self.xi = torch.zeros(n, len(self.trained), device=device)
         lengths = torch.full((2 * n,), float(recipe.unroll))
         self.state = self.opt.init(self.theta, mulo.stacked(lo), lengths)
-        self.begun = False
 
     def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """Train all nets for a truncation with phi + eps and phi - eps, eps drawn for each pair.
@@ -111,12 +105,12 @@ class Particles:
         """
         n, device = len(self.t), phi.device
         noise = [torch.randn(len(phi), generator=g) for g in self.generators]
-        eps = self.r.sigma * features.send(torch.stack(noise) * self.trained, device)
+        eps = self.recipe.sigma * features.send(torch.stack(noise) * self.trained, device)
         phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
         weights = self.opt.prepare(phis)
         began, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
         loss_sum, num_diverged, diverged = 0.0, 0, torch.zeros(n, dtype=torch.bool, device=device)
-        for k in range(self.r.truncation):
+        for k in range(self.recipe.truncation):
             finished = self.t >= self.length
             if finished.any():
                 self._restart(finished, phis)
@@ -127,41 +121,41 @@ class Particles:
             finite = losses.isfinite()
             clipped = torch.where(finite, losses, self.bound).clamp(0, self.bound)
             deltas.append(clipped[:n] - clipped[n:])
-            if self.r.late:
-                weight = 1 - self.r.late + self.r.late * 2 * self.t / self.length  # 1 on average
+            if late := self.recipe.late:
+                weight = 1 - late + late * 2 * self.t / self.length  # 1 on average
                 deltas[-1] *= features.send(weight, device)
             flags.append(began)
             loss_sum += clipped.mean()
             self.t += 1
             diverged |= ~finite.view(2, n).all(0)
-            if device.type == "cpu" or k == self.r.truncation - 1:  # reading it syncs a GPU
+            if device.type == "cpu" or k == self.recipe.truncation - 1:  # reading it syncs a GPU
                 to_restart = diverged.cpu()
                 self.length = torch.where(to_restart, self.t, self.length)  # at the next step
                 num_diverged += int(to_restart.sum())
                 diverged.zero_()
         flags = torch.stack(flags).to(device)
-        return torch.stack(deltas), flags, eps, loss_sum / self.r.truncation, num_diverged
+        return torch.stack(deltas), flags, eps, loss_sum / self.recipe.truncation, num_diverged
 
     def inner_step(self, weights, batch: tuple[Tensor, ...]) -> Tensor:
         """One step of every net; their losses before it, (2n,)."""
         t = features.send(torch.cat([self.t, self.t]), self.xi.device)
         lr = 1.0
-        if self.r.cosine:
+        if self.recipe.cosine:
             lr = torch.where(self.scheduled, training.cosine(self.t / self.length), 1.0)
             lr = features.send(torch.cat([lr, lr]), self.xi.device).unsqueeze(1)
-        losses, grads = training.gradients(self.task, self.theta, batch, self.r.tf32)
+        losses, grads = training.gradients(self.task, self.theta, batch, self.recipe.tf32)
         self.opt.step(weights, self.state, self.theta, grads, losses, t, lr)
         return losses
 
     def _restart(self, finished: Tensor, phi: Phi) -> None:
         """Begin a new unroll in the pairs that are finished, (n,) bool."""
         n, which = len(self.t), finished.nonzero().flatten().tolist()
-        length = torch.stack([self._length(self.generators[k]) for k in which])
-        self.t[which], self.length[which] = 0, length
-        if not self.begun:  # the first unrolls are cut short, so that pairs do not reset together
-            cut = [torch.rand((), generator=self.generators[k]) for k in which]
-            self.length[which] = (length * torch.stack(cut)).ceil()
-            self.begun = True
+        low, high = math.log(self.recipe.shortest), math.log(self.recipe.unroll)
+        length = (low + (high - low) * self._random(which)).exp().round()  # log-uniform
+        first = not self.length.any()
+        # Cut the first unrolls short, so that pairs do not reset together.
+        self.length[which] = (length * self._random(which)).ceil() if first else length
+        self.t[which] = 0
         device = self.xi.device
         rows = features.send(torch.tensor(which + [n + k for k in which]), device)
         inits = [self.task.init(1, self.generators[k]) for k in which]
@@ -175,38 +169,36 @@ class Particles:
             for name, x in new.items():
                 old[name].index_copy_(0, rows, x)
 
-    def _length(self, generator: torch.Generator) -> Tensor:
-        """The length of an unroll, log-uniform between the recipe's bounds."""
-        low, high = math.log(self.r.shortest), math.log(self.r.unroll)
-        return (low + (high - low) * torch.rand((), generator=generator)).exp().round()
+    def _random(self, which: list[int]) -> Tensor:
+        """A number in [0, 1) for each of these pairs."""
+        return torch.stack([torch.rand((), generator=self.generators[k]) for k in which])
 
     def state_dict(self) -> dict:
-        names = ("theta", "state", "t", "length", "xi", "begun")
+        names = ("theta", "state", "t", "length", "xi")
         generators = [g.get_state() for g in self.generators]
         return {k: getattr(self, k) for k in names} | {"generators": generators}
 
     def load_state_dict(self, state: dict) -> None:
         for generator, saved in zip(self.generators, state["generators"], strict=True):
             generator.set_state(saved.cpu())
-        device = self.xi.device
-        self.theta, self.state = (
-            {k: x.to(device, copy=True) for k, x in state[name].items()}
-            for name in ("theta", "state")
-        )
-        self.xi, self.begun = state["xi"].to(device, copy=True), state["begun"]
-        self.t, self.length = (state[k].to("cpu", copy=True) for k in ("t", "length"))
+        for name in ("t", "length", "xi"):
+            getattr(self, name).copy_(state[name])
+        for mine, saved in ((self.theta, state["theta"]), (self.state, state["state"])):
+            for name, x in mine.items():
+                x.copy_(saved[name])
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Which of how many processes this is, under torchrun; (0, 1) otherwise."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class Trainer:
     """The outer loop: perturb, unroll each width in turn, average, clip, AdamW."""
 
     def __init__(self, recipe, lo: LO, data: bool = True):
-        self.r, self.lo, self.step = recipe, lo, 0
-        # wants_*: set by this process before a step. stop, save: what all processes then agree on.
-        self.wants_stop = self.wants_save = self.stop = self.save = False
-        self.rank, self.world = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        )
+        self.recipe, self.lo, self.step = recipe, lo, 0
+        self.rank, self.world = rank_and_world()
         if recipe.pairs % self.world:
             raise ValueError(
                 f"{recipe.pairs} pairs cannot be split over {self.world} processes: change --pairs."
@@ -227,57 +219,51 @@ class Trainer:
 
     def rate(self) -> float:
         """Linear warm-up, then a cosine from lr to lr_end."""
-        recipe = self.r
+        recipe = self.recipe
         if self.step < recipe.warmup:
             return recipe.lr * (self.step + 1) / recipe.warmup
         x = (self.step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
         return recipe.lr_end + (recipe.lr - recipe.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
 
     def estimate(self, groups: list[Particles]) -> Tensor:
-        """Sums over a task's pairs, (D + 3,): meta-gradient, finite pairs, loss, diverged pairs."""
+        """Sums over a task's pairs, (D + 2,): meta-gradient, loss, diverged pairs."""
         parts = zip(*(p.truncation(self.phi.detach()) for p in groups), strict=True)
         delta, began, eps, losses, diverged = parts  # one entry per micro-batch
         delta, began, eps = torch.cat(delta, 1), torch.cat(began, 1), torch.cat(eps)
         xi, mask = torch.cat([p.xi for p in groups]), torch.ones_like(began)  # every step counts
-        grad, xi = pes_gradient(delta, began, mask, eps, xi, self.r.sigma)
+        grad, xi = pes_gradient(delta, began, mask, eps, xi, self.recipe.sigma)
         for p, part in zip(groups, xi.split([len(p.xi) for p in groups]), strict=True):
             p.xi = part
-        good = good_pairs(delta, mask).sum()
         loss = sum(x * len(p.xi) for p, x in zip(groups, losses, strict=True))
-        counts = torch.stack([good.to(loss), loss, torch.full_like(loss, sum(diverged))])
-        return torch.cat([grad * good, counts])  # sums, so that processes can add them
+        counts = torch.stack([loss, torch.full_like(loss, sum(diverged))])
+        return torch.cat([grad * len(xi), counts])  # sums, so that processes can add them
 
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
         """One outer step; returns what goes into the log."""
-        recipe, D, n = self.r, len(self.phi), len(self.tasks)
+        recipe, D, n = self.recipe, len(self.phi), len(self.tasks)
         start = self.step * recipe.per_step
         chosen = [k % n for k in range(start, start + recipe.per_step)] or range(n)  # tasks
-        sums = torch.stack([self.estimate(self.particles[k]) for k in chosen])  # (tasks, D + 3)
-        wants = torch.tensor([float(self.wants_stop), float(self.wants_save)]).to(sums)
-        flat = torch.cat([sums.flatten(), wants])
+        sums = torch.stack([self.estimate(self.particles[k]) for k in chosen])  # (tasks, D + 2)
         if self.world > 1:
-            dist.all_reduce(flat)
-        sums = flat[:-2].view_as(sums)
-        self.stop, self.save = (flat[-2:] > 0).tolist()
-        good, losses = sums[:, D], sums[:, D + 1] / recipe.pairs
-        grads = sums[:, :D] / good.clamp_min(1).unsqueeze(1)
+            dist.all_reduce(sums)
+        grads, losses = sums[:, :D] / recipe.pairs, sums[:, D] / recipe.pairs
         if recipe.mixture:  # clip each task's, so that none dominates
             grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(recipe.clip)
         grad = grads.mean(0)  # tasks count alike
         norm, loss = float(grad.norm()), float(losses.mean())
-        if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise FloatingPointError(f"the meta-gradient is not finite at step {self.step + 1}")
-        if norm == 0 and self.step:  # the first is, with truncation=1
+        no_signal = norm == 0 and self.step > 0  # the first is 0 with truncation=1
+        if no_signal or not math.isfinite(norm + loss):
             raise FloatingPointError(
-                f"the meta-gradient is 0 at step {self.step + 1}, as when every net diverges"
+                f"the meta-gradient is {norm:g} at step {self.step + 1}, as when every net "
+                "diverges: start anew with a smaller --lr or --sigma."
             )
         self.phi.grad = grad * min(1.0, recipe.clip / (norm + 1e-12))
         rate = self.adamw.param_groups[0]["lr"] = self.rate()
         self.adamw.step()
         self.step += 1
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
-        row["diverged"] = int(sums[:, D + 2].sum())
+        row["diverged"] = int(sums[:, D + 1].sum())
         names = [f"loss_{x}" for x in recipe.mixture or (f"w{w}" for w in recipe.widths)]
         by_task = {names[k]: x for k, x in zip(chosen, losses.tolist(), strict=True)}
         return row | {name: by_task.get(name, math.nan) for name in names}
@@ -285,16 +271,12 @@ class Trainer:
     @torch.no_grad()
     def result(self) -> LO:
         """Copy phi into the learned optimizer and return it: the same object each time."""
-        for w, part in zip(
-            self.lo.parameters(), unflatten(self.phi[None], self.lo).values(), strict=True
-        ):
-            w.copy_(part[0])
+        vector_to_parameters(self.phi.clone(), self.lo.parameters())
         return self.lo
 
     def state_dict(self) -> dict:
         return {
-            "recipe": dataclasses.asdict(self.r),
-            "processes": self.world,
+            "recipe": dataclasses.asdict(self.recipe),
             "step": self.step,
             "phi": self.phi.detach(),
             "adamw": self.adamw.state_dict(),
@@ -302,11 +284,6 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        if state["processes"] != self.world:
-            raise ValueError(
-                f"the run was split over {state['processes']} processes, not {self.world}: "
-                f"resume it with torchrun --nproc-per-node {state['processes']}."
-            )
         if state["phi"].shape != self.phi.shape:
             raise ValueError(
                 f"the run's optimizer has {len(state['phi']):,} weights, this code's "

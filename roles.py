@@ -10,11 +10,13 @@ Paper: section 4. The rules are one table, `RULES`, of powers of fan_in. Standar
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -119,7 +121,7 @@ def infer_roles(
     """
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError("build must be a function that makes your model, given a width.")
-    if not isinstance(width, Integral) or width < 1:
+    if not isinstance(width, int) or width < 1:
         raise ValueError(f"width must be a positive integer, not {width!r}.")
     try:
         with torch.device(device):
@@ -172,31 +174,28 @@ def _role(small: Weight, large: Weight) -> str:
 
 def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, str]]:
     """Every weight with its role. The roles must be those of this model."""
-    weights, choices = weights_of(model), tuple(RULES)
+    weights = weights_of(model)
     for w in weights:
-        if w.name not in roles:
-            fix = f"give it one of {choices}, or infer the roles from this model"
-            raise ValueError(f"parameter {w.name!r} has no role: {fix}.")
-        if roles[w.name] not in RULES:
-            raise ValueError(f"unknown role {roles[w.name]!r} of {w.name!r}: use one of {choices}.")
+        if (role := roles.get(w.name, "none")) not in RULES:
+            fix = f"give it one of {tuple(RULES)}, or infer the roles from this model"
+            raise ValueError(f"the role of parameter {w.name!r} is {role!r}: {fix}.")
     unknown = sorted(roles.keys() - {w.name for w in weights})
     if unknown:
         raise ValueError(f"the model has no parameter {unknown[0]!r}: infer the roles from it.")
     return [(w, roles[w.name]) for w in weights]
 
 
-class Readout(nn.Linear):
-    """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off."""
-
-    divides = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / (self.in_features if self.divides else 1)
-
-
 def _divide_output(fan_in: int, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
     """Forward hook that gives any output layer its 1/fan_in."""
     return output / fan_in
+
+
+class Readout(nn.Linear):
+    """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_forward_hook(partial(_divide_output, self.in_features))
 
 
 @torch.no_grad()
@@ -215,7 +214,7 @@ def init_(
     (DIVERGES) biases that are zero stay zero. Without the rule "init", as in SP, all biases become
     zero, as in `Task.init`. Norms and bare input parameters: unchanged.
 
-    The division is a forward hook, or built in (Readout); code and state_dict stay as they are.
+    The division is a forward hook; code and state_dict stay as they are.
     """
     rules = tuple(rules)
     multiply_outputs_(model, roles, rules)
@@ -244,11 +243,10 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
 
     The state_dict does not hold this: call it before you load one into a new model.
     """
-    rules = tuple(rules)
-    outputs = [w for w, role in _with_roles(model, roles) if role == "output"]
-    divides = power("output", "multiplier", rules) != 0
+    divides = power("output", "multiplier", tuple(rules)) != 0
+    outputs = [w for w, role in _with_roles(model, roles) if divides and role == "output"]
     for w in outputs:
-        if divides and (w.kind != "layer" or not hasattr(w.module, "weight")):
+        if w.kind != "layer" or not hasattr(w.module, "weight"):
             raise ValueError(
                 f"{w.name!r} is an output but not the weight of a layer, so its 1/fan_in has no "
                 "place: use mulo.Readout, or multiply by hand and leave 'multiplier' out of rules."
@@ -257,11 +255,8 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
         for key, hook in list(module._forward_hooks.items()):
             if getattr(hook, "func", None) is _divide_output:
                 del module._forward_hooks[key]
-        if isinstance(module, Readout):
-            module.divides = divides and any(w.module is module for w in outputs)
     for w in outputs:
-        if divides and not isinstance(w.module, Readout):
-            w.module.register_forward_hook(partial(_divide_output, w.fan_in))
+        w.module.register_forward_hook(partial(_divide_output, w.fan_in))
 
 
 def fan_in_of(w: Weight, role: str) -> int:
@@ -358,16 +353,14 @@ def group_table(groups: list[dict]) -> str:
     """Param groups as a table: kind, number of tensors, scale, lr and the commonest shapes."""
     rows = [("kind", "tensors", "scale", "lr", "shapes")]
     for g in groups:
-        shapes = ["x".join(map(str, p.shape)) or "scalar" for p in g["params"]]
-        counts = sorted({s: shapes.count(s) for s in shapes}.items(), key=lambda c: -c[1])
-        shown = [s if n == 1 else f"{s} ({n})" for s, n in counts[:4]] + ["..."] * (len(counts) > 4)
+        shapes = Counter("x".join(map(str, p.shape)) or "scalar" for p in g["params"])
+        shown = [s if n == 1 else f"{s} ({n})" for s, n in shapes.most_common(4)]
+        shown += ["..."] * (len(shapes) > 4)
         numbers = (f"{float(g[k]):.4g}" for k in ("scale", "lr"))
-        rows.append(
-            (g["kind"] if "role" in g else "none", str(len(shapes)), *numbers, ", ".join(shown))
-        )
+        kind = g["kind"] if "role" in g else "none"
+        rows.append((kind, str(len(g["params"])), *numbers, ", ".join(shown)))
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows)
-    return "\n".join(lines)
+    return "\n".join("  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows)
 
 
 def check_group(group: dict) -> None:
@@ -430,20 +423,14 @@ def slope(widths: list[int], drift: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _layer_outputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
-    """The output of every layer for this input; buffers (running statistics) are restored."""
-    outputs: dict[str, Tensor] = {}
+    """The output of every layer for this input, by a copy: running statistics stay as they are."""
+    model, outputs = copy.deepcopy(model), {}
 
     def keep(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
 
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, LAYERS)]
-    handles = [m.register_forward_hook(partial(keep, name)) for name, m in layers]
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    try:
-        model(probe)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    for name, module in model.named_modules():
+        if isinstance(module, LAYERS):
+            module.register_forward_hook(partial(keep, name))
+    model(probe)
     return outputs

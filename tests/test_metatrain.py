@@ -1,14 +1,17 @@
 """Recipes, and runs that stop and go on without a trace."""
 
+import io
 import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -67,17 +70,15 @@ def test_the_general_recipe():
         metatrain.recipe("mulo_x", "paper")
 
 
-def command(out, minutes=0, name="mulo_m", **changes):
-    numbers = {k.replace("_", "-"): str(v) for k, v in (TINY | changes).items() if k != "widths"}
-    numbers |= {"out": str(out), "checkpoint-every": str(minutes)}
-    flags = [x for k, v in numbers.items() for x in (f"--{k}", v)]
-    return [sys.executable, ROOT / "metatrain.py", name, *flags, "--widths", "8", "16",
-            "--no-picture"]  # fmt: skip
+def command(out, *flags, minutes=0, **changes):
+    numbers = {k.replace("_", "-"): v for k, v in (TINY | changes).items() if k != "widths"}
+    numbers |= {"out": out, "checkpoint-every": minutes}
+    given = [str(x) for k, v in numbers.items() for x in (f"--{k}", v)]
+    return ["mulo_m", *given, "--widths", "8", "16", *flags]
 
 
 def resume(out):
-    args = [sys.executable, ROOT / "metatrain.py", "--resume", str(out), "--no-picture"]
-    return [*args, "--checkpoint-every", "0"]
+    return ["--resume", str(out), "--no-picture", "--checkpoint-every", "0"]
 
 
 def finished_run(out):
@@ -86,41 +87,53 @@ def finished_run(out):
     return log, torch.cat([w.flatten() for w in weights.parameters()])
 
 
+def copy_checkpoints(source, target):
+    for file in source.glob("checkpoint_*.pt"):
+        shutil.copy(file, target)
+
+
+def new_run(out, name="mulo_m", **changes):
+    r = metatrain.recipe(name, **(TINY | changes))
+    return metatrain.Run(metatrain.Trainer(r, metatrain.new_lo(r)), out)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A short run that nobody disturbed."""
+    """A short run that nobody disturbed, by the README's command, and what it said."""
     out = tmp_path_factory.mktemp("whole")
-    done = subprocess.run(command(out), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert f"The optimizer is {out / 'lo.pt'}" in done.stdout
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
+        patch.setattr(sys, "argv", ["metatrain.py", *command(out)])
+        metatrain.main()
+    (out / "said.txt").write_text(said.getvalue())
     return out
 
 
-def forked(args):
+def forked(args, env=None):
     """The program in a process of its own, without the seconds that its imports take."""
 
     def program():
-        sys.argv = [str(x) for x in args[1:]]
+        os.environ.update(env or {})
+        sys.argv = ["metatrain.py", *args]
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         metatrain.main()
+        os._exit(0)  # gloo's threads can abort the shutdown of the interpreter
 
     process = multiprocessing.get_context("fork").Process(target=program)
     process.start()
     return process
 
 
-def test_resume_after_5_kills(tmp_path):
-    """kill -9 at five random moments, resumed each time: the log and weights of the whole run."""
+def test_resume_after_3_kills(tmp_path):
+    """kill -9 at three random moments, resumed each time: the log and weights of a whole run."""
     rng = np.random.default_rng(0)
     expected, out, kills = tmp_path / "whole", tmp_path / "run", 0
-    long = {"steps": 30, "truncation": 8}
-    undisturbed = forked(command(expected, **long))
-    undisturbed.join()
-    assert undisturbed.exitcode == 0
-    args = command(out, **long)
+    long = {"steps": 20, "truncation": 8}
+    new_run(expected, **long).train(minutes=0)
+    args = command(out, "--no-picture", **long)
     while not (out / "lo.pt").exists():
         process = forked(args)
-        if kills < 5:
+        if kills < 3:
             before = set(out.glob("checkpoint_*.pt"))
             while process.is_alive() and set(out.glob("checkpoint_*.pt")) == before:
                 time.sleep(0.002)  # until it has begun, and moved on
@@ -129,36 +142,32 @@ def test_resume_after_5_kills(tmp_path):
             kills += 1
         process.join()
         args = resume(out)
-    assert kills == 5
+    assert kills == 3
     assert finished_run(out)[0] == finished_run(expected)[0]
     assert torch.equal(finished_run(out)[1], finished_run(expected)[1])
 
 
-def test_ctrl_c_stops_between_steps(whole, tmp_path):
+def test_ctrl_c_stops_between_steps(whole, tmp_path, complaint, monkeypatch):
     """It saves, says how to go on, and going on gives the log of the undisturbed run."""
-    out = tmp_path / "run"
-    args = command(out, minutes=100)
-    process = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    while "1/6" not in process.stderr.readline(400):
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    said = process.stderr.read()
-    assert process.wait() == 1
-    assert f"python metatrain.py --resume {out}" in said
-    assert "Traceback" not in said
-    steps = [int(f.stem.split("_")[1]) for f in out.glob("checkpoint_*.pt")]
-    assert len(steps) == 1
-    assert 1 <= steps[0] < 6
-    process = forked(resume(out))
-    process.join()
-    assert process.exitcode == 0
+    out, advance = tmp_path / "run", metatrain.Trainer.advance
+
+    def interrupted(trainer):
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return advance(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metatrain.Trainer, "advance", interrupted)
+        said = complaint(metatrain, *command(out, minutes=100))
+    assert f"stopped at step 3: python metatrain.py --resume {out}" in said
+    assert [f.name for f in out.glob("checkpoint_*.pt")] == ["checkpoint_000003.pt"]
+    metatrain.Run.resume(out, "cpu").train(minutes=0)
     assert finished_run(out)[0] == finished_run(whole)[0]
     assert torch.equal(finished_run(out)[1], finished_run(whole)[1])
 
 
 def test_a_corrupt_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
-    for file in whole.glob("checkpoint_*.pt"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    copy_checkpoints(whole, tmp_path)
     newest = max(tmp_path.glob("checkpoint_*.pt"))
     newest.write_bytes(newest.read_bytes()[:1000])
     run = metatrain.Run.resume(tmp_path, "cpu")
@@ -174,11 +183,10 @@ def test_a_corrupt_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
 
 def test_a_run_is_extended(whole, tmp_path, capsys):
     """From its end, and from before it: the rate follows the cosine of the new length."""
-    for file in whole.glob("checkpoint_*.pt"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    copy_checkpoints(whole, tmp_path)
     run = metatrain.Run.resume(tmp_path, "cpu")
     run.extend(8)
-    assert (run.trainer.step, run.trainer.r.steps) == (6, 8)
+    assert (run.trainer.step, run.trainer.recipe.steps) == (6, 8)
     said, r = capsys.readouterr().out, metatrain.recipe("mulo_m", **(TINY | {"steps": 8}))
     assert said.startswith("8 steps in place of 6: the cosine of the outer rate is stretched to th")
     rates = [r.lr_end + (r.lr - r.lr_end) * (1 + np.cos(np.pi * k / 6)) / 2 for k in (4, 5)]
@@ -191,15 +199,12 @@ def test_a_run_is_extended(whole, tmp_path, capsys):
     about = checkpoints.about(tmp_path / "lo.pt")
     assert about["recipe"]["steps"] == 8
     assert about["command"].endswith(f"&& python metatrain.py --resume {tmp_path} --steps 8")
-    assert metatrain.Run.resume(tmp_path, "cpu").trainer.r.steps == 8  # its own from now on
+    assert metatrain.Run.resume(tmp_path, "cpu").trainer.recipe.steps == 8  # its own from now on
 
 
 def test_velo_resumes_too(tmp_path):
-    r = metatrain.recipe("muvelo_m", **(TINY | {"lstm_hidden": 6, "param_inits": 5}))
-    whole = metatrain.Run(metatrain.Trainer(r, metatrain.new_lo(r)), tmp_path / "whole")
-    whole.train(minutes=0)
-    for file in (tmp_path / "whole").glob("checkpoint_000005.pt"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    new_run(tmp_path / "whole", "muvelo_m", lstm_hidden=6, param_inits=5).train(minutes=0)
+    shutil.copy(tmp_path / "whole" / "checkpoint_000005.pt", tmp_path)
     run = metatrain.Run.resume(tmp_path, "cpu")
     assert run.trainer.step == 5
     run.train(minutes=0)
@@ -208,8 +213,7 @@ def test_velo_resumes_too(tmp_path):
 
 def test_a_full_disk_costs_one_checkpoint(tmp_path, monkeypatch, capfd):
     """Writes that fail (here beyond a limit on file size) are told, and the run goes on."""
-    r = metatrain.recipe("mulo_m", **TINY)
-    run, normal = metatrain.Run(metatrain.Trainer(r, metatrain.new_lo(r)), tmp_path), []
+    run, normal = new_run(tmp_path), []
     advance = run.trainer.advance
 
     def limited() -> dict:
@@ -231,62 +235,62 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path, monkeypatch, capfd):
     assert mulo.load(tmp_path / "lo.pt")
 
 
-def test_a_run_that_breaks_down_names_the_last_good_checkpoint(tmp_path, monkeypatch):
-    r = metatrain.recipe("mulo_m", **TINY)
-    run = metatrain.Run(metatrain.Trainer(r, metatrain.new_lo(r)), tmp_path)
+def test_a_run_that_breaks_down_keeps_good_checkpoints(tmp_path, monkeypatch):
+    run = new_run(tmp_path)
     estimate = run.trainer.estimate
     monkeypatch.setattr(
         run.trainer,
         "estimate",
         lambda groups: estimate(groups) * (float("nan") if run.trainer.step == 3 else 1),
     )
-    with pytest.raises(FloatingPointError) as error:
+    with pytest.raises(FloatingPointError, match=r"is nan at step 4, .*smaller --lr or --sigma"):
         run.train(minutes=0)
-    assert f"the last good checkpoint is {tmp_path / 'checkpoint_000003.pt'}" in str(error.value)
     monkeypatch.undo()
     again = metatrain.Run.resume(tmp_path, "cpu")
     assert again.trainer.phi.isfinite().all()
     again.train(minutes=0)
 
 
-def test_the_end_of_a_run(tmp_path):
+def test_the_end_of_a_run(whole):
     """A picture, and a sentence that compares the result with tuned Adam."""
-    args = [x for x in command(tmp_path) if x != "--no-picture"]
-    done = subprocess.run(args, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    said = (whole / "said.txt").read_text()
     for width in (16, 128):
         sentence = rf"at width {width}, \w+ nets?: mulo_m [\d.]+; untrained [\d.]+, tuned AdamW"
-        assert re.search(sentence, done.stdout), done.stdout
-        assert f"comparison at width {width}: 100%" in done.stderr
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    about = checkpoints.about(tmp_path / "lo.pt")
+        assert re.search(sentence, said), said
+        assert f"comparison at width {width}: 100%" in said
+    assert f"The optimizer is {whole / 'lo.pt'}" in said
+    assert (whole / "picture.png").read_bytes().startswith(b"\x89PNG")
+    about = checkpoints.about(whole / "lo.pt")
     assert about["command"].startswith("python ")
-    assert about["recipe"]["widths"] == [8, 16] or about["recipe"]["widths"] == (8, 16)
+    assert about["recipe"]["widths"] == (8, 16)
     assert about["minutes"] > 0
 
 
-@pytest.mark.parametrize("processes", [2])
-def test_torchrun_resumes_bit_for_bit(processes, tmp_path):
-    """Two processes, interrupted by a run that is too short and resumed; one may not take over."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+def test_two_processes(whole, tmp_path, complaint):
+    """They give what one does; cut short, they resume bit for bit; one may not take over."""
 
     def start(args):
-        done = subprocess.run(run + args[1:], capture_output=True, text=True, cwd=ROOT, env=env)
-        return done.returncode, done.stderr
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [forked(args, env | {"RANK": str(k)}) for k in range(2)]
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0, 0]
 
-    code, said = start(command(tmp_path / "whole", pairs=2))
-    assert code == 0, said
-    (tmp_path / "cut").mkdir()
-    for file in (tmp_path / "whole").glob("checkpoint_*"):
-        if "000006" not in file.name or "rank1" in file.name:  # the last one is incomplete
-            (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
-    alone = subprocess.run(resume(tmp_path / "cut"), capture_output=True, text=True, cwd=ROOT)
-    assert alone.returncode == 1
-    assert "resume it with torchrun --nproc-per-node 2" in alone.stderr
-    code, said = start(resume(tmp_path / "cut"))
-    assert code == 0, said
-    assert finished_run(tmp_path / "cut")[0] == finished_run(tmp_path / "whole")[0]
+    both, cut = tmp_path / "both", tmp_path / "cut"
+    start(command(both, "--no-picture"))
+    for mine, expected in zip(*(np.genfromtxt(x / "log.csv", delimiter=",") for x in (both, whole)),
+                              strict=True):  # fmt: skip
+        np.testing.assert_allclose(mine, expected, rtol=1e-4)
+    cut.mkdir()
+    copy_checkpoints(both, cut)
+    (cut / "checkpoint_000006.pt").unlink()  # so the last one is incomplete
+    said = complaint(metatrain, "--resume", cut)
+    assert "resume it with torchrun --nproc-per-node 2" in said
+    start(resume(cut))
+    assert finished_run(cut)[0] == finished_run(both)[0]
 
 
 def test_messages(whole, tmp_path, complaint, monkeypatch):
@@ -304,19 +308,17 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
         (["--seed", 10**12], "seed must be between 0 and 999,999,999"),
         (["--device", "foo"], "device 'foo' is not there"),
         (["--unroll", 50], "shortest=500 exceeds unroll=50"),
-        (["--checkpoint-every", -1], "--checkpoint-every must be a number of minutes, 0 or more"),
         (["--kind", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp, in64_mlp,"),
         (["--kind", "none.py"], f"no file {tmp_path / 'none.py'}: give the path of one that regi"),
         (["--eps", "none"], "eps='none' is unknown: use one of"),
         (["adam"], "unknown recipe 'adam': use one of mulo_s"),
         (["--out", whole], f"has a run already: add --resume {whole}"),
-        (["--out", whole / "log.csv"], "choose another --out"),
+        (["--out", whole / "log.csv"], "File exists"),
         (["--resume", whole, "--pairs", 9], "a resumed run keeps its numbers, but for --steps"),
         (["--resume", whole, "--steps", 6], "is at step 6: give --steps more than that"),
         (["lo_m", "--resume", whole], "a resumed run keeps its numbers"),
         (["--resume", tmp_path], "no checkpoint that can be read"),
-        (["--resume", tmp_path / "none"], "is not the folder of a run"),
-        (["--resume", next(whole.glob("checkpoint_*.pt"))], "is not the folder of a run"),
+        (["--resume", tmp_path / "none"], "give the folder of a run, or start anew"),
     ):
         assert reason in complaint(metatrain, *flags)
 
@@ -335,21 +337,15 @@ def test_the_tutorials_hack(tmp_path):
     assert text.count(before + "\n") == 1
     assert len(added) == 1
     (tmp_path / "features.py").write_text(text.replace(before, "\n".join([before, *added])))
-    small = "--steps 20 --widths 8 --pairs 2 --truncation 5 --unroll 20 --shortest 20 --warmup 2"
-    command = [sys.executable, "metatrain.py", *small.split(), "--batch-size", "16", "--no-picture"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    small = "--steps 3 --widths 8 --pairs 2 --truncation 5 --unroll 20 --shortest 20 --warmup 2"
+    code = "import metatrain, mulo; metatrain.main(); mulo.load('mulo_m')"
+    command = [sys.executable, "-c", code, *small.split(), "--batch-size", "16", "--no-picture"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "it knows 39 features, not 40" in done.stderr
     path = tmp_path / "runs" / "mulo_m_desk_seed0" / "lo.pt"
     w0 = torch.load(path, weights_only=True)["weights"]["w0"]
     assert w0.shape == (40, 8)
-    started = metatrain.new_lo(metatrain.recipe("mulo_m"))
     assert w0[1].abs().max() > 0  # the row of sign(g)
-    assert started.w0.shape == (39, 8)
-    code = "import mulo; mulo.load('mulo_m')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode
     advice = "meta-train anew, or use the release that made it."
     refused = f"mulo_m.pt was meta-trained with 39 features, this code has 40: {advice}"
     assert done.stderr.strip().endswith(refused)

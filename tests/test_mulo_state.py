@@ -112,8 +112,6 @@ def test_mismatched_state_is_refused_whole():
     bad = copy.deepcopy(good)
     bad["state"][0]["extra"] = torch.zeros(1)
     for state, message in (
-        ({}, foreign),
-        ("x", foreign),
         (torch.optim.Adam(net.parameters()).state_dict(), foreign),
         (mulo.MuLO(net.parameters(), opt.lo).state_dict(), f"groups of .*, not of .*{fix}"),
         (good | {"state": {0: {**good["state"][0], "M": 3}}}, f"does not fit it: {fix}"),
@@ -191,23 +189,6 @@ def test_state_can_be_edited():
     torch.testing.assert_close(opt.state[net[4].weight]["V"], 0.001 * g**2, rtol=1e-3, atol=1e-12)
 
 
-def test_the_weights_are_read_at_every_step():
-    """Weights that are replaced, changed or of another dtype are what the next step uses."""
-    p = nn.Parameter(torch.ones(3, 3))
-    lo = small(0.1)
-    opt = mulo.MuLO([p], lo)
-    p.grad = torch.randn(3, 3)
-    opt.step()
-    before = p.detach().clone()
-    zeros = torch.zeros(sum(w.numel() for w in lo.parameters()))
-    torch.nn.utils.vector_to_parameters(zeros, lo.parameters())
-    opt.step()
-    assert torch.equal(p.detach(), before)
-    opt.lo = small(0.1).half()
-    opt.step()
-    assert not torch.equal(p.detach(), before)
-
-
 def test_grad_scaler():
     """Scaled losses train as unscaled ones; a step with infinite gradients is skipped whole."""
     x, y = task(MLP)
@@ -264,7 +245,8 @@ def test_ddp(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(_ddp_worker, (2, port, str(tmp_path)), nprocs=2)
+    how = {"nprocs": 2, "start_method": "fork"}
+    mp.start_processes(_ddp_worker, (2, port, str(tmp_path)), **how)
     first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
     assert torch.equal(first, second)
     x, y = task(MLP)

@@ -1,7 +1,5 @@
 """PES against golden vectors and closed forms; particles, micro-batches, processes, memory."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -178,7 +176,7 @@ def test_unrolls_begin_desynchronised_and_last_as_told():
     trainer = trainer_of(pairs=8, unroll=60, shortest=20, truncation=1)
     [particles] = trainer.particles[0]
     lengths, ends = [], []
-    for _ in range(200):
+    for _ in range(150):
         before = particles.t.clone()
         particles.truncation(trainer.phi.detach())
         ends += before[particles.t == 1].tolist()
@@ -205,11 +203,10 @@ def test_divergence_restarts_the_pair_and_spares_the_others():
     assert all(p.isfinite().all() for p in particles.theta.values())
 
 
-@pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
-def test_micro_batches_change_nothing(name):
-    whole, split = trainer_of(name, micro_batch=4), trainer_of(name, micro_batch=1)
+def test_micro_batches_change_nothing():
+    whole, split = trainer_of("velo_m", micro_batch=4), trainer_of("velo_m", micro_batch=1)
     assert [len(groups) for groups in split.particles] == [4, 4]
-    for _ in range(4):
+    for _ in range(3):
         a, b = whole.advance(), split.advance()
         assert a["meta_loss"] == pytest.approx(b["meta_loss"], rel=1e-5)
         torch.testing.assert_close(whole.phi.grad, split.phi.grad, rtol=1e-3, atol=1e-4)
@@ -220,41 +217,10 @@ def test_other_seeds_are_other_runs():
     assert rows[0] == rows[2] != rows[1]
 
 
-def test_two_processes_give_the_meta_gradient_of_one(tmp_path):
-    """torchrun with gloo: each of two processes has half the pairs."""
-    script = tmp_path / "two.py"
-    script.write_text(f"""
-import sys, torch, torch.distributed as dist
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import metatrain
-from test_pes import trainer_of
-torch.set_num_threads(1)
-metatrain.start_processes("cpu")
-trainer = trainer_of()
-assert [len(p.t) for groups in trainer.particles for p in groups] == [2, 2]
-grads = []
-for _ in range(3):
-    trainer.advance()
-    grads.append(trainer.phi.grad)
-torch.save(grads, {str(tmp_path)!r} + f"/grads{{dist.get_rank()}}.pt")
-dist.destroy_process_group()
-""")
-    args = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--master-port", "0", "--standalone", script]  # fmt: skip
-    done = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    one = trainer_of()
-    ranks = [torch.load(tmp_path / f"grads{k}.pt") for k in (0, 1)]
-    for a, b in zip(*ranks, strict=True):
-        one.advance()
-        assert torch.equal(a, b)
-        torch.testing.assert_close(a, one.phi.grad, rtol=1e-4, atol=1e-6)
-
-
 def test_it_learns():
     """A few dozen outer steps at a tiny size bring the meta-loss down."""
-    trainer = trainer_of(widths=(8,), unroll=40, shortest=40, truncation=20, lr=1e-2)
-    losses = [trainer.advance()["meta_loss"] for _ in range(100)]
+    trainer = trainer_of(widths=(8,), unroll=20, shortest=20, truncation=10, lr=3e-2)
+    losses = [trainer.advance()["meta_loss"] for _ in range(60)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.02
 
 
@@ -280,7 +246,7 @@ def test_losses_are_clipped(monkeypatch):
     bound = 1.5 * np.log(10)
     np.testing.assert_allclose(delta[0], [bound - 1, bound], rtol=1e-6)
     assert float(loss) == pytest.approx((2 * bound + 1) / 4)
-    assert gone == trainer.r.truncation
+    assert gone == trainer.recipe.truncation
 
 
 def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
@@ -302,10 +268,9 @@ def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
     assert "sines_w8_d3: nets and their state" in estimate.report(meta, estimate.CARDS["a6000"])
 
 
-@pytest.mark.parametrize("name", ["mulo_m", "velo_m"])
-def test_gradients_by_independent_bookkeeping(name):
+def test_gradients_by_independent_bookkeeping():
     """Each step's difference times the sum of the perturbations since that net's own t = 0."""
-    trainer = trainer_of(name, pairs=3, micro_batch=2, truncation=5)
+    trainer = trainer_of(pairs=3, micro_batch=2, truncation=5)
     n, T = 3, 5
     history = [[[] for _ in range(n)] for _ in trainer.tasks]  # perturbations of running unrolls
     grads = []
@@ -327,7 +292,7 @@ def test_gradients_by_independent_bookkeeping(name):
                 sum_eps = eps[j] + (0 if new else sum(mine, torch.zeros_like(eps[j])))
                 total = total + delta[t, j] * sum_eps / T
             mine[:] = [eps[j]] if bool(began[-1, j]) else [*mine, eps[j]]
-            grads.append(total / (2 * trainer.r.sigma**2))
+            grads.append(total / (2 * trainer.recipe.sigma**2))
         return out
 
     with pytest.MonkeyPatch.context() as patch:
@@ -428,7 +393,7 @@ def test_a_checkpoint_goes_to_the_trainers_device(name):
     """Read on the CPU, as runs do; the meta device stands for a GPU."""
     trainer = trainer_of(name)
     trainer.advance()
-    r = trainer.r
+    r = trainer.recipe
     other = pes.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
     other.load_state_dict(trainer.state_dict())
     for groups in other.particles:

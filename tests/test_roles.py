@@ -205,7 +205,7 @@ FAN_IN = {  # of each hidden weight, and of the output, at width w
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [32, 128])
 def test_the_table(family, width):
     """Init variance, multiplier and update scale, at half and at double width, are the table's."""
     roles = roles_of(family)
@@ -327,9 +327,9 @@ def test_convolutional_readouts():
 
 def test_roles_by_hand_and_their_errors():
     roles = roles_of(MLP)
-    with pytest.raises(ValueError, match=r"'6\.weight' has no role: give it one of \('input'"):
+    with pytest.raises(ValueError, match=r"'6\.weight' is 'none': give it one of \('input'"):
         mulo.param_groups(MLP(8), {k: v for k, v in roles.items() if k != "6.weight"})
-    with pytest.raises(ValueError, match=r"unknown role 'readout' of '6\.weight': use one of"):
+    with pytest.raises(ValueError, match=r"'6\.weight' is 'readout': give it one of"):
         mulo.init_(MLP(8), roles | {"6.weight": "readout"})
     with pytest.raises(ValueError, match=r"no parameter '8\.weight': infer the roles"):
         mulo.init_(MLP(8), roles | {"8.weight": "hidden"})
@@ -341,8 +341,6 @@ def test_roles_by_hand_and_their_errors():
     assert {g["scale"] for g in groups} == {1.0, 1 / 8, 1 / 12}
     with pytest.raises(TypeError, match="build must be a function"):
         mulo.infer_roles(MLP(8), 8)
-    with pytest.raises(ValueError, match="width must be a positive integer"):
-        roles_of(MLP, width=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -423,7 +421,7 @@ def check(family, rules=ALL, eps="relative", widths=(64, 512), steps=4):
 
         return model, train
 
-    return coordinate_check(setup, x, list(widths), steps)
+    return coordinate_check(setup, x, list(widths), steps).slopes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -431,13 +429,13 @@ def test_coordinate_check(family):
     """Under μP no layer's drift depends on width; without a rule, some layer's clearly does."""
     for eps in ("relative", "reference"):
         result = check(family, eps=eps)
-        assert len(result.slopes) == {MLP: 4, ConvNet: 3, Transformer: 5}[family]
-        for name, slopes in result.slopes.items():
+        assert len(result) == {MLP: 4, ConvNet: 3, Transformer: 5}[family]
+        for name, slopes in result.items():
             assert slopes.abs().max() <= 0.1, (eps, name, slopes)
     hidden = next(iter(FAN_IN[family][0])).removesuffix(".weight")
     out = "6" if family is MLP else "head"
     for rules, layer in ((("init", "multiplier"), hidden), (("init", "update"), out)):
-        assert check(family, rules, widths=(64, 256)).slopes[layer][-1] > 0.5
+        assert check(family, rules, widths=(64, 256))[layer][-1] > 0.5
 
 
 def drift_by_input_size(input_base):
