@@ -4,12 +4,11 @@ import copy
 import json
 import math
 import pickle
-import re
 import shutil
+import warnings
 from functools import partial
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import torch
@@ -34,80 +33,28 @@ def test_inputs_are_checked(exported):
         ({"g": good["g"][:1]}, "g must be"),
         ({"scale": torch.ones(())}, "scale must be"),
         ({"scale": torch.ones(1)}, "scale must be"),
-        ({"t": torch.ones(())}, "t must be"),
-        ({"p": good["p"].double()}, "p must be float32 on cpu, not torch.float64"),
+        ({"p": good["p"].double()}, "p must be contiguous float32, .* not torch.float64"),
         ({"p": good["p"].mT.contiguous().mT}, "p must be contiguous"),
+        ({"p": good["p"].to("meta")}, "p must be on cpu, not meta"),
         ({"M": good["M"][:, :2]}, "M must be"),
-        ({"V": good["V"] * math.nan}, "V has NaN or infinite"),
-        ({"V": -good["V"] - 1}, "V has negative entries"),
-        ({"p": good["p"] / 0}, "p has NaN or infinite"),
-        ({"scale": torch.tensor([1.0, math.inf])}, "scale has NaN or infinite"),
         ({"gradient": good["g"]}, r"\['gradient'\] are missing or unknown"),
-        ({"t": 3.0}, "t must be a torch.Tensor, not float"),
-        ({"p": good["p"].numpy()}, "p must be a torch.Tensor, not ndarray"),
     ]
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
             session.run(good | change)
-    with pytest.raises(ValueError, match="m = 5 exceeds n = 3: transpose"):
-        session.run(inputs_of(config, "tensor", b=2, e=1, m=5, n=3))
     with pytest.raises(ValueError, match=r"\['c'\] are missing or unknown"):
         session.run({k: v for k, v in good.items() if k != "c"})
-    with pytest.raises(ValueError, match="p must be contiguous, not empty"):
+    with pytest.raises(ValueError, match="p must be contiguous float32, not empty"):
         session.run({k: v[:0] for k, v in good.items()})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_cuda_is_not_taken_for_granted(exported, capfd):
-    """The error quotes what onnxruntime logs, or says what it is built for."""
-    for make in (
-        partial(Session, exported / "mulo_m.vector.onnx"),
-        partial(OrtMuLO, [nn.Parameter(torch.ones(3))], exported),
+def test_cuda_is_not_taken_for_granted(exported):
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(RuntimeError, match="install onnxruntime-gpu with its"),
     ):
-        with pytest.raises(RuntimeError, match="install onnxruntime-gpu with its") as caught:
-            make(device="cuda")
-        [reason] = re.findall(r"cannot run on CUDA here \((.*)\): install", str(caught.value))
-        if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-            assert len(reason) > 40
-            assert reason in capfd.readouterr().err
-        else:
-            assert reason == "its providers are " + ", ".join(onnxruntime.get_available_providers())
-
-
-def test_cuda_that_fails_as_it_starts_is_quoted(exported, monkeypatch):
-    """onnxruntime raises a RuntimeError if there is no driver, and other types for bad files."""
-
-    def fail(*args, **options):
-        raise RuntimeError("CUDA failure 35: driver version is insufficient")
-
-    monkeypatch.setattr(onnxruntime, "InferenceSession", fail)
-    with pytest.raises(RuntimeError, match=r"here \(CUDA failure 35: driver .*\): install"):
-        Session(exported / "mulo_m.vector.onnx", device="cuda")
-
-
-def with_copies(graph):
-    """Put its first MatMul on the CPU, as onnxruntime does: Memcpy nodes before and after it."""
-    [k, node] = next((k, x) for k, x in enumerate(graph.node) if x.op_type == "MatMul")
-    made, given = node.output[0], node.input[1]
-    node.input[1], node.output[0] = "given_on_cpu", "made_on_cpu"
-    before = onnx.helper.make_node("MemcpyToHost", [given], ["given_on_cpu"])
-    after = onnx.helper.make_node("MemcpyFromHost", ["made_on_cpu"], [made])
-    graph.node.insert(k + 1, after)
-    graph.node.insert(k, before)
-
-
-def test_copies_between_cpu_and_gpu_are_found(exported, tmp_path):
-    """In what onnxruntime writes of a real graph, and in the body of its Loop."""
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "placed.onnx")
-    onnxruntime.InferenceSession(exported / "mulo_m.tensor.onnx", options, ["CPUExecutionProvider"])
-    graph = onnx.load(tmp_path / "placed.onnx").graph
-    assert serving.copies(graph) == []
-    with_copies(graph)
-    assert serving.copies(graph) == ["MatMul", "MatMul"]
-    [loop] = [node for node in graph.node if node.op_type == "Loop"]
-    with_copies(next(x.g for x in loop.attribute if x.name == "body"))
-    assert serving.copies(graph) == ["MatMul"] * 4
+        OrtMuLO([nn.Parameter(torch.ones(3))], exported, device="cuda")
 
 
 @pytest.fixture
@@ -131,10 +78,6 @@ def cuda(monkeypatch):
         def __init__(self, path, options, providers, enable_fallback):
             events.append(providers)
             super().__init__(path, options, ["CPUExecutionProvider"])
-            model = onnx.load(options.optimized_model_filepath)
-            if "tensor" in str(path):
-                with_copies(model.graph)
-            onnx.save(model, options.optimized_model_filepath)
 
         def get_providers(self):
             return ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -168,17 +111,16 @@ class NoListIndex(TorchDispatchMode):
 
 
 def test_steps_on_cuda_have_no_host_sync(exported, cuda):
-    """Streams wait for one another around every call, and nodes on the CPU are warned of."""
+    """Streams wait for one another around every call."""
     params = [nn.Parameter(torch.ones(s)) for s in ((3,), (4, 5), (4, 5), (2, 3, 7))]
     opt = OrtMuLO(params, exported, device="cuda")
     [[(provider, settings)]] = cuda
     assert provider == "CUDAExecutionProvider"
     assert settings["use_tf32"] == "0"
     assert settings["user_compute_stream"] == "1234"
+    opt._sessions["tensor"] = Session(exported / "mulo_m.tensor.onnx", "cuda")
     for p in params:
         p.grad = torch.ones_like(p)
-    with pytest.warns(UserWarning, match=r"2 values per call .*tensor\.onnx, next to MatMul\."):
-        opt._sessions["tensor"] = Session(exported / "mulo_m.tensor.onnx", "cuda")
     opt.step()
     cuda.clear()
     with NoListIndex():
@@ -195,10 +137,8 @@ def test_other_devices_are_refused(exported):
         OrtMuLO([p], exported).step()
 
 
-def test_optimizer_refuses_files_that_do_not_fit(copied, tmp_path):
+def test_optimizer_refuses_files_that_do_not_fit(copied):
     params = [nn.Parameter(torch.ones(3))]
-    with pytest.raises(FileNotFoundError, match=r"no file .*nowhere\.onnx: export the optimizer"):
-        Session(tmp_path / "nowhere.onnx")
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
     with pytest.raises(ValueError, match="damaged, or not the file its"):
         OrtMuLO(params, copied)
@@ -437,11 +377,6 @@ def test_ort_counts_bad_gradients_and_refuses_bad_parameters(exported):
     assert torch.equal(first, old)
     assert all(torch.equal(x, before[k]) for k, x in opt.state[p].items())
     assert opt.param_groups[0]["step"] == t
-    p.data[0, 0] = 1.0
-    opt.state[p]["V"].fill_(math.inf)
-    opt.load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match="state V has NaN or infinite entries"):
-        opt.step()
 
 
 def seen_by(opt, kind, monkeypatch):
