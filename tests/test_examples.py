@@ -32,9 +32,10 @@ def run(*command, **options):
 
 LESS = {  # of its budgets, so that it takes seconds
     "(1, 4, 16, 48)": "(1, 16)",
-    "(8, 64, 512)": "(8, 128)",
-    '"steps": 60': '"steps": 25',
-    "(64, 256, 1024)": "(64, 512)",
+    "T=20": "T=4",
+    "(8, 64, 512)": "(4, 128)",
+    '"steps": 60': '"steps": 16',
+    "(64, 256, 1024)": "(512,)",
 }
 
 
@@ -112,36 +113,6 @@ def test_resume_bit_for_bit(start, example, optimizer, monkeypatch, capsys):
     assert whole["losses"] == cut["losses"]
     assert sum(whole["losses"][-3:]) / 3 < whole["losses"][0]
     assert all(torch.equal(x, cut["model"][k]) for k, x in whole["model"].items())
-
-
-def test_torchrun_is_one_process_with_both_batches(start, tmp_path, monkeypatch):
-    flags = [*SMALL[charlm], "--text", tmp_path / "text", "--steps", 5, "--every", 5]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
-    command = [*torchrun, "examples/charlm.py", *map(str, [*flags, "--out", tmp_path / "two"])]
-    done = run(sys.executable, *command)
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(f"two/checkpoint.rank{rank}.pt") for rank in (0, 1)]
-    assert all(torch.equal(x, ranks[1]["model"][k]) for k, x in ranks[0]["model"].items())
-
-    whole, generators = loop.run, [torch.Generator().manual_seed(rank) for rank in (0, 1)]
-
-    def both(build, batch, loss_of, args):
-        def batches(generator):
-            parts = zip(*map(batch, generators), strict=True)
-            return tuple(map(torch.cat, parts))
-
-        return whole(build, batches, loss_of, args)
-
-    monkeypatch.setattr(loop, "run", both)
-    start(charlm, "--steps", 5, "--every", 5, "--out", "one")
-    one, losses = torch.load("one/checkpoint.rank0.pt"), [x["losses"] for x in ranks]
-    assert torch.tensor(losses).mean(0).tolist() == pytest.approx(one["losses"], rel=1e-5)
-    for k, x in one["model"].items():
-        torch.testing.assert_close(ranks[0]["model"][k], x, rtol=0, atol=1e-5)
-    Path("two/checkpoint.rank1.pt").unlink()
-    done = run(sys.executable, *command)
-    assert "the ranks' checkpoints are of steps [5, 0]: resume with as many" in done.stderr
-    assert done.returncode
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
