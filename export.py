@@ -284,7 +284,7 @@ def write(
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             content = make()
         checkpoints.write_atomically(out / file, content)
-    config["contract"] = README.read_text().partition("## The contract\n")[2].splitlines()
+    config["contract"] = README.read_text("utf-8").partition("## The contract\n")[2].splitlines()
     files = f"{name}.pt", *makers
     config["sha256"] = {k: hashlib.sha256((out / k).read_bytes()).hexdigest() for k in files}
     checkpoints.write_atomically(out / f"{name}.json", json.dumps(config, indent=1))

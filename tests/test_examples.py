@@ -109,7 +109,7 @@ def test_resume_bit_for_bit(start, example, optimizer, monkeypatch, capsys):
     monkeypatch.setattr(loop, "save", save)
     assert start(example, *flags, "--out", "cut") == end
     assert "continuing at step 5" in capsys.readouterr().out
-    whole, cut = (torch.load(f"{out}/checkpoint.rank0.pt") for out in ("whole", "cut"))
+    whole, cut = (torch.load(f"{out}/checkpoint.pt") for out in ("whole", "cut"))
     assert whole["losses"] == cut["losses"]
     assert sum(whole["losses"][-3:]) / 3 < whole["losses"][0]
     assert all(torch.equal(x, cut["model"][k]) for k, x in whole["model"].items())
@@ -118,7 +118,7 @@ def test_resume_bit_for_bit(start, example, optimizer, monkeypatch, capsys):
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_velo_plans_the_run_and_sees_the_loss(start, schedule):
     start(charlm, "--lo", "muvelo_m", "--schedule", schedule, "--steps", 8, "--out", "run")
-    saved = torch.load("run/checkpoint.rank0.pt")
+    saved = torch.load("run/checkpoint.pt")
     assert saved["losses"][-1] < saved["losses"][0]
     assert saved["optimizer"]["state"]["loss"]["count"] == 8
 
@@ -145,7 +145,7 @@ def test_wrong_flags_are_errors(start, example):
 @OPTIMIZERS
 def test_a_rate_of_zero_is_a_rate(start, optimizer):
     start(charlm, "--optimizer", optimizer, "--lr", 0, "--steps", 2, "--out", "run")
-    saved = torch.load("run/checkpoint.rank0.pt")
+    saved = torch.load("run/checkpoint.pt")
     assert {group["initial_lr"] for group in saved["optimizer"]["param_groups"]} == {0.0}
 
 
