@@ -283,7 +283,7 @@ def bench_many(repeats: int, device: str) -> list[Table]:
 
 def bench_roofline(repeats: int, device: str) -> list[Table]:
     """The least time of a step, from bytes moved and operations done, and how far we are."""
-    a, b = torch.randn(2, 64, 1024, 1024)  # far beyond the cache
+    a, b = torch.ones(2, 64, 1024, 1024)  # far beyond the cache
     x, y, z = torch.randn(3, 1024, 1024)
     took = race({"copy": lambda: b.copy_(a), "product": lambda: torch.mm(x, y, out=z)}, repeats)
     bandwidth, gemm = 2 * a.nbytes / took["copy"], 2 * 1024**3 / took["product"]

@@ -50,9 +50,10 @@ FORMAT, VERSION = "mulo-export", 2
 TOLERANCE = 3e-6  # of the largest update, or entry of the state
 BLOCK = 262_144  # floats of a hidden layer that onnxruntime works on at a time
 SIZES = {"b": 2, "e": 3, "m": 5, "n": 7, "T": 11}  # to trace with: none is 1
-LOGGER = logging.getLogger("torch.onnx._internal.exporter._registration")
-LOGGER.setLevel(logging.ERROR)  # it warns that there is no torchvision
 Shapes = dict[str, tuple[int | str, ...]]  # by name; letters are free sizes
+
+# It warns that there is no torchvision.
+logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
 
 
 # ---------------------------------------------------------------- the graphs

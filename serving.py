@@ -85,11 +85,11 @@ class Session:
                 if isinstance(d, str):
                     sizes.setdefault(d, size)
             fits = tuple(x.shape) == tuple(sizes.get(d, d) for d in shape) and x.numel()
-            if not (fits and x.is_contiguous() and x.dtype == torch.float32):
-                what = f"contiguous float32, not empty and {shape} with {sizes}"
-                raise ValueError(f"{name} must be {what}, not {x.dtype} {tuple(x.shape)}.")
-            if x.device != self.device:
-                raise ValueError(f"{name} must be on {self.device}, not {x.device}.")
+            right_kind = x.dtype == torch.float32 and x.device == self.device
+            if not (fits and right_kind and x.is_contiguous()):
+                what = f"contiguous float32 on {self.device}, not empty and {shape} with {sizes}"
+                found = f"{x.dtype} on {x.device}, {tuple(x.shape)}"
+                raise ValueError(f"{name} must be {what}, not {found}.")
         return sizes
 
     def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -113,7 +113,9 @@ class Session:
 
 def in_graph(x: Tensor, dims: Dims) -> Tensor:
     """A view with the axes m and n last."""
-    return x.movedim(dims, (-2, -1)) if dims else x
+    if dims is None or dims == (-2, -1):
+        return x
+    return x.mT if dims == (-1, -2) else x.movedim(dims, (-2, -1))
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
@@ -160,15 +162,13 @@ class OrtMuLO(MuLO):
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         """Check the parameters; this comes before anything is changed."""
         found = super()._with_gradients()
-        for p, group in found:
+        for p, _ in found:
             if p.device != self.device:
                 where = f"a parameter is on {p.device}, the optimizer on '{self.device}'"
                 raise RuntimeError(f"{where}: move the model, or pass OrtMuLO the device.")
             if p.dtype == torch.float64:
                 fix = "use mulo.MuLO for float64 parameters"
                 raise RuntimeError(f"exported graphs are float32: {fix}.")
-            if not math.isfinite(group["lr"] * group["scale"]):
-                raise ValueError(f"lr={group['lr']} is not finite: lower it.")
             self.session("tensor" if p.ndim > 1 else "vector")
         often = self.device.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
         if found and often and not all_finite([p.detach() for p, _ in found]):

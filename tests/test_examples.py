@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import export
 import mulo
 from serving import OrtMuLO
 
@@ -161,42 +160,8 @@ def said(output):
     return float(re.findall(r"^loss (\S+)$", output, re.M)[0])
 
 
-class Calls(torch.optim.Optimizer):
-    """A step by calls of exported graphs, one for each tensor."""
-
-    def __init__(self, groups, folder, suffix):
-        names = ["mulo_m"] if suffix == "ts" else ["mulo_m.tensor", "mulo_m.vector"]
-        self.graphs, self.t = {}, 0
-        for name in names:
-            self.graphs |= export.open_graphs(folder / f"{name}.{suffix}")
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self):
-        members = [(p, group) for group in self.param_groups for p in group["params"]]
-        for p, group in members:
-            tall = p.ndim == 2 and p.shape[0] >= p.shape[1]
-            kind, *given = "vector", p[None], p.grad[None]
-            if p.ndim == 2:
-                kind, given = "tensor", [(x.T if tall else x)[None, None] for x in (p, p.grad)]
-            x = given[0]
-            if p not in self.state:
-                M = torch.zeros(1, 3, *x.shape[1:])
-                r, c = (M, M) if p.ndim == 1 else (M[..., :1], M[..., :1, :])
-                self.state[p] = [M, torch.zeros_like(x), r, c]
-            values = [torch.tensor([float(v)]) for v in (self.t, group["scale"], 0)]
-            inputs = [x.contiguous() for x in (*given, *self.state[p])]
-            new, *self.state[p] = self.graphs[kind](*inputs, *values)
-            p.copy_(new.squeeze().T if tall else new.squeeze())
-        self.t += 1
-
-
-@pytest.mark.parametrize("runtime", ["onnx", "pt2", "ts", "OrtMuLO"])
-def test_same_training_in_python(exported, runtime):
-    make = functools.partial(Calls, folder=exported, suffix=runtime)
-    if runtime == "OrtMuLO":
-        make = functools.partial(OrtMuLO, exported=exported)
-    loss = desk.train(make)
+def test_same_training_in_onnxruntime(exported):
+    loss = desk.train(functools.partial(OrtMuLO, exported=exported))
     assert eager_loss() < 0.7
     assert loss == pytest.approx(eager_loss(), rel=1e-4)
     assert f"the same loss, {loss:.4f}," in (ROOT / "examples" / "README.md").read_text()

@@ -33,9 +33,9 @@ def test_inputs_are_checked(exported):
         ({"g": good["g"][:1]}, "g must be"),
         ({"scale": torch.ones(())}, "scale must be"),
         ({"scale": torch.ones(1)}, "scale must be"),
-        ({"p": good["p"].double()}, "p must be contiguous float32, .* not torch.float64"),
+        ({"p": good["p"].double()}, "p must be .*, not torch.float64 on cpu"),
         ({"p": good["p"].mT.contiguous().mT}, "p must be contiguous"),
-        ({"p": good["p"].to("meta")}, "p must be on cpu, not meta"),
+        ({"p": good["p"].to("meta")}, "p must be .*, not torch.float32 on meta"),
         ({"M": good["M"][:, :2]}, "M must be"),
         ({"gradient": good["g"]}, r"\['gradient'\] are missing or unknown"),
     ]
@@ -44,7 +44,7 @@ def test_inputs_are_checked(exported):
             session.run(good | change)
     with pytest.raises(ValueError, match=r"\['c'\] are missing or unknown"):
         session.run({k: v for k, v in good.items() if k != "c"})
-    with pytest.raises(ValueError, match="p must be contiguous float32, not empty"):
+    with pytest.raises(ValueError, match="p must be contiguous float32 on cpu, not empty"):
         session.run({k: v[:0] for k, v in good.items()})
 
 
@@ -335,9 +335,6 @@ def test_a_step_is_whole_or_not_at_all(exported, tmp_path):
     with pytest.raises(ValueError, match="damaged, or not the file its"):
         opt.step()
     assert torch.equal(first, torch.ones(3))
-    opt = OrtMuLO([first], exported, lr=math.inf)
-    with pytest.raises(ValueError, match="lr=inf is not finite"):
-        opt.step()
 
 
 def test_state_goes_from_one_to_the_other(exported):
