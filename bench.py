@@ -4,8 +4,7 @@
     python bench.py step                # the optimizer step: kernel, folded, literal, and AdamW
     python bench.py many                # models of many tensors: a ViT and a ResNet
     python bench.py roofline            # what this machine could do at best
-    python bench.py tasks               # stacked nets against a loop, batches against a DataLoader
-    python bench.py metatrain           # an outer step: kernel, folded, and vmap with literal steps
+    python bench.py metatrain           # an outer step of meta-training: kernel and folded
     python bench.py export              # the step in onnxruntime against the eager one, file sizes
     python bench.py gpu                 # the Triton kernels, compiled for GPUs that are not here
     python bench.py step --repeats 50   # steadier figures
@@ -17,7 +16,6 @@ written from it. PyLO's optimizer takes part where it is installed.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -37,14 +35,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-import features
 import kernels
 import metatrain
 import mulo
 import pes
 import tasks
 from checkpoints import write_atomically
-from optimizees import datasets
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler's messages
@@ -109,15 +105,6 @@ def race(runs: Runs, repeats: int, device: str = "cpu", wall: bool = False) -> d
     return best
 
 
-def versus(
-    title: str, base: str, runs: Runs, repeats: int, head="ms", unit: float = 1e-3, wall=False
-) -> Table:
-    """A race as a table: times, in a unit of so many seconds, and how much faster than `base`."""
-    best = race(runs, repeats, wall=wall)
-    rows = {name: [took / unit, best[base] / took] for name, took in best.items()}
-    return Table(title, [head, f"x faster than {base}"], rows)
-
-
 def extra_bytes(run: Callable[[], None]) -> int:
     """Peak of tensor memory during run() above what was allocated before it."""
     run()
@@ -152,15 +139,12 @@ def extra_resident(run: Callable[[], None]) -> int:
 
 def machine(device: str = "cpu") -> str:
     path = Path("/proc/cpuinfo")
-    info = path.read_text() if path.exists() else ""
-    model = re.search(r"model name\s*: (.*)", info)
-    name = model[1] if model else platform.processor() or platform.machine()
-    name += ", AVX-512" if "avx512f" in info else ""
-    if device != "cpu":
-        name = f"{torch.cuda.get_device_name()}, {name}"
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    threads = f"{torch.get_num_threads()} thread(s)"
-    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, {threads}{load}"
+    model = re.search(r"model name\s*: (.*)", path.read_text() if path.exists() else "")
+    parts = [] if device == "cpu" else [torch.cuda.get_device_name()]
+    parts += [model[1] if model else platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    parts += [f"{os.cpu_count()} cores", f"torch {torch.__version__}"]
+    parts += [f"{torch.get_num_threads()} thread(s)", f"load {os.getloadavg()[0]:.1f}"]
+    return ", ".join(parts)
 
 
 def keep(section: str, tables: list[Table], device: str = "cpu", folder: Path = FOLDER) -> None:
@@ -262,19 +246,18 @@ def bench_step(repeats: int, device: str) -> list[Table]:
 
 def threads(repeats: int) -> Table:
     """Wall time of one and two threads."""
-    step, title = our_step([(1024, 1024)], 32, "kernel"), "1024x1024, H = 32, threads"
+    step = our_step([(1024, 1024)], 32, "kernel")
 
     def step_with(count: int) -> None:
         torch.set_num_threads(count)
         step()
 
-    runs = {f"{n} thread(s)": functools.partial(step_with, n) for n in (1, 2)}
-    scale = {"head": "ns/param, wall", "unit": 2**20 / 1e9, "wall": True}
-    table = versus(title, "1 thread(s)", runs, repeats, **scale)
+    runs = {n: functools.partial(step_with, n) for n in (1, 2)}
+    best = race(runs, repeats, wall=True)
     torch.set_num_threads(1)
-    faster = table.rows["2 thread(s)"][1]
-    table.notes = [bar("two threads at least 1.6x as fast as one", faster, least=1.6)]
-    return table
+    rows = {f"{n} thread(s)": [took * 1e9 / 2**20, best[1] / took] for n, took in best.items()}
+    note = bar("two threads at least 1.6x as fast as one", best[1] / best[2], least=1.6)
+    return Table("1024x1024, H = 32, threads", ["ns/param, wall", "x faster"], rows, [note])
 
 
 def first_step() -> Table:
@@ -300,7 +283,7 @@ def bench_many(repeats: int, device: str) -> list[Table]:
 
 def bench_roofline(repeats: int, device: str) -> list[Table]:
     """The least time of a step, from bytes moved and operations done, and how far we are."""
-    a, b = torch.randn(2, 64, 1024, 1024)  # far beyond the cache
+    a, b = torch.ones(2, 64, 1024, 1024)  # far beyond the cache
     x, y, z = torch.randn(3, 1024, 1024)
     took = race({"copy": lambda: b.copy_(a), "product": lambda: torch.mm(x, y, out=z)}, repeats)
     bandwidth, gemm = 2 * a.nbytes / took["copy"], 2 * 1024**3 / took["product"]
@@ -317,104 +300,19 @@ def bench_roofline(repeats: int, device: str) -> list[Table]:
     return [Table(f"1024x1024: {rates}", head, rows, [f"Three passes: {parts}."])]
 
 
-# ---------------------------------------------------------------- tasks and meta-training
-
-
-def bench_tasks(repeats: int, device: str) -> list[Table]:
-    task, P = tasks.get("fashion8_mlp_w64_d3"), 16
-    generator = torch.Generator().manual_seed(0)
-    params = {k: p.requires_grad_() for k, p in task.init(P, generator).items()}
-    batch = task.data().batch([generator] * P, task.batch_size)
-    models = [task.model(generator) for _ in range(P)]
-
-    def stacked() -> None:
-        torch.autograd.grad(task.losses(params, batch).sum(), list(params.values()))
-
-    def loop() -> None:
-        for k, model in enumerate(models):
-            loss = task.loss(model, tuple(b[k] for b in batch))
-            torch.autograd.grad(loss, list(model.parameters()))
-
-    title = f"losses and gradients of {P} nets, {task.name}, batch {task.batch_size}"
-    nets = versus(title, "loop", {"stacked": stacked, "loop": loop}, repeats)
-    return [nets, loading(repeats, generator)]
-
-
-def loading(repeats: int, generator: torch.Generator) -> Table:
-    """Batches of images from memory, by us and by a DataLoader, which takes them one by one."""
-    x, y = torch.randint(256, (50_000, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (50_000,))
-    images, size = datasets.Images(x, y, *datasets.CIFAR10), 4096
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in datasets.CIFAR10[1:])
-
-    def collate(which: list[int]) -> list[torch.Tensor]:
-        items = [((x[k] - mean) / std, y[k]) for k in which]
-        return torch.utils.data.default_collate(items)
-
-    count, workers = len(x) // size, {"num_workers": 2, "persistent_workers": True}
-    loader = torch.utils.data.DataLoader(
-        range(len(x)), size, shuffle=True, drop_last=True, collate_fn=collate, **workers
-    )
-    draw = functools.partial(collections.deque, maxlen=1)  # holds the last one, as training does
-    runs = {
-        "Images.batch": lambda: draw(images.batch(generator, size) for _ in range(count)),
-        "DataLoader": lambda: draw(loader),
-    }
-    torch.set_num_threads(2)  # as many as the loader has workers
-    title = f"a batch of {size} images of 3x32x32, drawn and normalised, from 50,000 in memory"
-    table = versus(title, "DataLoader", runs, max(3, repeats // 5), unit=count / 1e3, wall=True)
-    torch.set_num_threads(1)
-    table.notes = [f"Wall time over {count} batches, 2 threads and 2 workers."]
-    return table
-
-
-def straightforward(particles: pes.Particles) -> Callable:
-    """An inner step as one would first write it: vmap over nets, their losses and literal steps."""
-    model, opt, Accumulators = particles.task.skeleton(), particles.opt, features.Accumulators
-    scales = dict(zip(particles.theta, opt.fixed[0, 0], strict=True))
-
-    def loss(theta: dict, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(torch.func.functional_call(model, theta, (x,)), y)
-
-    def step(phi: dict, acc: tuple, p: torch.Tensor, g: torch.Tensor, t: torch.Tensor, name: str):
-        phi, acc = {k: w[None] for k, w in phi.items()}, Accumulators(*(x[None] for x in acc))
-        rest = p[None], g[None], t[None], scales[name][None], opt.dims[name]
-        acc, p = mulo.step(opt.config, phi, acc, *rest)
-        return tuple(x[0] for x in acc), p[0]
-
-    def inner_step(phi: dict, batch: tuple) -> torch.Tensor:
-        theta, state, t = particles.theta, particles.state, torch.cat([particles.t, particles.t])
-        grads, losses = torch.vmap(torch.func.grad_and_value(loss))(theta, *batch)
-        for name, p in theta.items():
-            keys = [f"{k}/{name}" for k in Accumulators._fields]
-            acc = tuple(state[k] for k in keys)
-            step_all = torch.vmap(functools.partial(step, name=name))
-            acc, theta[name] = step_all(phi, acc, p, grads[name], t)
-            state.update(zip(keys, acc, strict=True))
-        return losses
-
-    return inner_step
+# ---------------------------------------------------------------- meta-training
 
 
 def bench_metatrain(repeats: int, device: str) -> list[Table]:
-    names = {"stacked, kernel": "auto", "stacked, folded": "folded", "vmap, literal": "literal"}
     trainers = {}
-    for name, backend in names.items():
+    for backend in BACKENDS[:2]:
         recipe = metatrain.recipe("mulo_m", backend=backend)
-        trainers[name] = pes.Trainer(recipe, metatrain.new_lo(recipe))
-    for [particles] in trainers["vmap, literal"].particles:
-        particles.inner_step = straightforward(particles)
-        particles.opt.prepare = lambda phi: phi
-    losses = ", ".join(f"{t.advance()['meta_loss']:.6f}" for t in trainers.values())
+        trainers[backend] = pes.Trainer(recipe, metatrain.new_lo(recipe))
     best = race({name: t.advance for name, t in trainers.items()}, max(2, repeats // 5))
-    kernel, folded, vmap = best.values()
-    rows = {name: [1 / took, folded / took, vmap / took] for name, took in best.items()}
-    notes = [
-        f"They start with meta-losses {losses}.",
-        bar("kernel, at least 3.2x folded", folded / kernel, least=3.2),
-        bar("kernel, at least 14x vmap", vmap / kernel, least=14),
-    ]
-    head = ["outer steps/s", "x folded", "x vmap"]
-    return [Table("mulo_m at desk scale, an outer step", head, rows, notes)]
+    rows = {name: [1 / took, best["folded"] / took] for name, took in best.items()}
+    note = bar("kernel, at least 3.2x folded", rows["kernel"][1], least=3.2)
+    title = "mulo_m at desk scale, an outer step"
+    return [Table(title, ["outer steps/s", "x folded"], rows, [note])]
 
 
 # ---------------------------------------------------------------- export and GPUs
@@ -441,12 +339,6 @@ def bench_export(repeats: int, device: str) -> list[Table]:
                     rows[f"{run}, {shape}"] = [ns, took / best["eager folded"]]
             title = f"{name}, H = {net.config.hidden_size}: largest file {largest:,} bytes"
             tables.append(Table(title, ["ns/param", "x eager"], rows))
-            together = serving.OrtMuLO(parameters_of([(16, 16)] * 100), exported)
-            apart = [serving.OrtMuLO([p], exported) for p in parameters_of([(16, 16)] * 100)]
-            each = functools.partial(lambda opts: [opt.step() for opt in opts], apart)
-            runs = {"in one call": together.step, "one call each": each}
-            title = f"{name}: 100 tensors of 16x16 in onnxruntime"
-            tables.append(versus(title, "one call each", runs, repeats))
     return tables
 
 
@@ -470,7 +362,7 @@ def bench_gpu(repeats: int, device: str) -> list[Table]:
     return tables
 
 
-COMMANDS = dict(step=bench_step, many=bench_many, roofline=bench_roofline, tasks=bench_tasks)
+COMMANDS = dict(step=bench_step, many=bench_many, roofline=bench_roofline)
 COMMANDS |= dict(metatrain=bench_metatrain, export=bench_export, gpu=bench_gpu)
 
 

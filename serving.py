@@ -7,9 +7,9 @@
 the other. State is kept in the graphs' memory layout: a step transposes only parameters and
 gradients. VeLO's LSTM stays in torch: its loss features cancel in float32.
 
-onnxruntime broadcasts, accepts empty tensors and NaNs, and falls back to the CPU silently where it
-cannot use CUDA. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA
-13 and cuDNN 9. It works on a torch stream, so that only the checks of every 100th step sync.
+onnxruntime broadcasts, accepts empty tensors, and falls back to the CPU silently where it cannot
+use CUDA. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA 13 and
+cuDNN 9. It works on a torch stream, so that only the checks of every 100th step sync.
 """
 
 from __future__ import annotations
@@ -28,26 +28,11 @@ from torch import Tensor, nn
 
 import checkpoints
 import export
-import features
 from features import Accumulators, Dims
 from mulo import MuLO, Stack, Weights
 
 TOGETHER = 2**18  # entries that tensors of one call have together; larger tensors go alone
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-
-
-def check_finite(name: str, x: Tensor) -> None:
-    """Raise unless all entries are finite, and not negative where they are means of squares."""
-    low, high = (float(v) for v in torch.aminmax(x))
-    finite = math.isfinite(low) and math.isfinite(high)
-    if not finite or (low < 0 and name.split()[-1] in ("V", "r", "c")):
-        wrong = "negative" if finite else "NaN or infinite"
-        raise ValueError(f"{name} has {wrong} entries: go back to a checkpoint.")
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether all entries are finite; a sum beyond float32 counts as not."""
-    return bool(torch.stack([x.sum(dtype=torch.float32) for x in tensors]).isfinite().all())
 
 
 def why_no_cuda() -> str:
@@ -67,16 +52,14 @@ def open_graph(
     try:
         given = path, options, [(provider, settings)]
         session = onnxruntime.InferenceSession(*given, enable_fallback=False)
+        if session.get_providers()[0] == provider:
+            return session
+        reason = why_no_cuda()
     except RuntimeError as error:  # CUDA has no driver or no GPU
-        session, reason = None, str(error)
-    except Exception as error:
-        wrong = f"{path} is damaged or not an ONNX file ({error})"
-        raise ValueError(f"{wrong}: export it anew.") from error
-    if session and session.get_providers()[0] == provider:
-        return session
-    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here"
+        reason = str(error)
+    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
     fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
-    raise RuntimeError(f"{cannot} ({why_no_cuda() if session else reason}): {fix}.")
+    raise RuntimeError(f"{cannot}: {fix}.")
 
 
 def copies(graph: onnx.GraphProto) -> list[str]:
@@ -107,8 +90,6 @@ class Session:
         cuda = self.device.type == "cuda"
         if provider is None:
             raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no file {path}: export the optimizer anew.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
         options.log_severity_level = 4  # errors are raised
         options.intra_op_num_threads = threads or torch.get_num_threads()
@@ -133,8 +114,7 @@ class Session:
                 near = ", ".join(sorted(set(found)))
                 warnings.warn(f"onnxruntime {what} in {path}, next to {near}.", stacklevel=4)
         meta = self.session.get_modelmeta()
-        self.config = export.read_config(meta.custom_metadata_map.get("mulo", ""), path)
-        self.kind = meta.graph_name
+        export.read_config(meta.custom_metadata_map.get("mulo", ""), path)
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}
         self.outputs = {x.name: tuple(x.shape) for x in self.session.get_outputs()}
         self.binding = self.session.io_binding()
@@ -145,31 +125,23 @@ class Session:
             raise ValueError(f"inputs must be {list(self.inputs)}: {odd} are missing or unknown.")
         sizes: dict[str, int] = {}
         for name, x in inputs.items():
-            if not isinstance(x, Tensor):
-                raise ValueError(f"{name} must be a torch.Tensor, not {type(x).__name__}.")
-            if x.dtype != torch.float32 or x.device != self.device:
-                wrong = f"{x.dtype} on {x.device}"
-                raise ValueError(f"{name} must be float32 on {self.device}, not {wrong}.")
             shape = self.inputs[name]
             for d, size in zip(shape, x.shape, strict=False):
                 if isinstance(d, str):
                     sizes.setdefault(d, size)
-            fits = tuple(x.shape) == tuple(sizes.get(d, d) for d in shape)
-            if not (fits and x.numel() and x.is_contiguous()):
-                what = f"contiguous, not empty and {shape} with {sizes}"
-                raise ValueError(f"{name} must be {what}, not {tuple(x.shape)}.")
-        if self.kind == "tensor" and sizes["m"] > sizes["n"]:
+            fits = tuple(x.shape) == tuple(sizes.get(d, d) for d in shape) and x.numel()
+            right_kind = x.dtype == torch.float32 and x.device == self.device
+            if not (fits and right_kind and x.is_contiguous()):
+                what = f"contiguous float32 on {self.device}, not empty and {shape} with {sizes}"
+                found = f"{x.dtype} on {x.device}, {tuple(x.shape)}"
+                raise ValueError(f"{name} must be {what}, not {found}.")
+        if sizes.get("m", 0) > sizes.get("n", 0):
             wrong = f"m = {sizes['m']} exceeds n = {sizes['n']}"
             raise ValueError(f"{wrong}: transpose, so that the largest axis is last.")
         return sizes
 
-    def run(
-        self, inputs: dict[str, Tensor], finite: Iterable[str] | None = None
-    ) -> dict[str, Tensor]:
-        """Run the graph. Inputs in `finite` must be finite; by default all but g and the loss."""
+    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         sizes = self.check(inputs)
-        for name in inputs.keys() - {"g", "loss"} if finite is None else finite:
-            check_finite(name, inputs[name])
         outputs = {
             k: torch.empty([sizes.get(d, d) for d in s], dtype=torch.float32, device=self.device)
             for k, s in self.outputs.items()
@@ -187,19 +159,16 @@ class Session:
         return outputs
 
 
-def as_in_graph(x: Tensor, dims: Dims) -> Tensor:
+def in_graph(x: Tensor, dims: Dims) -> Tensor:
     """A view with the axes m and n last."""
-    return x.movedim(dims, (-2, -1)) if dims else x
+    if dims is None or dims == (-2, -1):
+        return x
+    return x.mT if dims == (-1, -2) else x.movedim(dims, (-2, -1))
 
 
-class Laid:
-    """A Stack of one tensor, with views of it in the order of axes of its graph."""
-
-    def __init__(self, stack: Stack):
-        self.stack, self.p, self.acc, self.dims = stack, stack.p, stack.acc, stack.dims
-        self.kind = "tensor" if stack.dims else "vector"
-        given = {"p": stack.p, **stack.acc._asdict()}
-        self.views = {k: as_in_graph(x, stack.dims) for k, x in given.items()}
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether all entries are finite; a sum beyond float32 counts as not."""
+    return bool(torch.stack([x.sum(dtype=torch.float32) for x in tensors]).isfinite().all())
 
 
 class OrtMuLO(MuLO):
@@ -234,76 +203,65 @@ class OrtMuLO(MuLO):
             self._sessions[kind] = Session(self._file(f"{kind}.onnx"), self.device, self.threads)
         return self._sessions[kind]
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._laid: dict[nn.Parameter, Laid] = {}
-
     def __getstate__(self) -> dict:
         names = ("path", "about", "device", "threads")
         return super().__getstate__() | {k: getattr(self, k) for k in names} | {"_sessions": {}}
 
-    def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
-        return self._in_layout(p, out_axis, super().new_state(p, out_axis))
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if "M" in self.state.get(p, ()):
-                    self.state[p] = self._in_layout(p, group["out_axis"], self.state[p])
-
-    def _in_layout(self, p: Tensor, out_axis: int, state: dict) -> dict[str, Tensor]:
-        """State in the memory layout of the graphs, so that steps need not transpose it."""
-        if dims := features.factored_dims(tuple(p.shape) or (1,), out_axis):
-            for k in Accumulators._fields:
-                x = as_in_graph(state[k], dims).contiguous()
-                state[k] = x.movedim((-2, -1), dims)
-        return state
-
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         """Check the parameters; this comes before anything is changed."""
         found = super()._with_gradients()
-        for p, group in found:
+        for p, _ in found:
             if p.device != self.device:
                 where = f"a parameter is on {p.device}, the optimizer on '{self.device}'"
                 raise RuntimeError(f"{where}: move the model, or pass OrtMuLO the device.")
             if p.dtype == torch.float64:
                 fix = "use mulo.MuLO for float64 parameters"
                 raise RuntimeError(f"exported graphs are float32: {fix}.")
-            if not math.isfinite(group["lr"] * group["scale"]):
-                raise ValueError(f"lr={group['lr']} is not finite: lower it.")
+            self.session("tensor" if p.ndim > 1 else "vector")
         often = self.device.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
         if found and often and not all_finite([p.detach() for p, _ in found]):
             raise ValueError("a parameter has NaN or infinite entries: go back to a checkpoint.")
         return found
 
-    def _stack(self, p: nn.Parameter, group: dict) -> Laid:
-        stack, kept = super()._stack(p, group), self._laid.get(p)
-        if kept is None or kept.stack is not stack:
-            for name, value in stack.acc._asdict().items():
-                check_finite(f"the optimizer's state {name}", value)
-            kept = self._laid[p] = Laid(stack)
-            self.session(kept.kind)
-        return kept
+    def _stack(self, p: nn.Parameter, group: dict) -> Stack:
+        """With state in the memory layout of the graphs, so that steps need not transpose it."""
+        stack = super()._stack(p, group)
+        views = [in_graph(x, stack.dims) for x in stack.acc]
+        if all(x.is_contiguous() for x in views):
+            return stack
+        for k, x in zip(Accumulators._fields, views, strict=True):
+            self.state[p][k] = x.contiguous().movedim((-2, -1), stack.dims)[0]
+        return super()._stack(p, group)
 
     def _advance(
-        self, _, weights: Weights, stacks: list[Laid], grads: list[Tensor], values: Tensor
+        self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], values: Tensor
     ) -> Tensor | int:
         """Run the graphs on all tensors; returns how many gradient entries are not finite."""
         groups: dict[tuple, list[int]] = {}
         for n, x in enumerate(stacks):
-            groups.setdefault((x.kind, x.views["p"].shape), []).append(n)
-        for (kind, shape), members in groups.items():
+            groups.setdefault(in_graph(x.p, x.dims).shape, []).append(n)
+        for shape, members in groups.items():
             many = max(1, TOGETHER // math.prod(shape))
             for start in range(0, len(members), many):
-                self._run(kind, stacks, grads, weights, values, members[start : start + many])
+                self._run(stacks, grads, weights, values, members[start : start + many])
         if self.device.type == "cpu" and all_finite(grads):
             return 0
         return sum((~g.isfinite()).sum() for g in grads)
 
-    def _run(self, kind, stacks, grads, weights, values, index: list[int]) -> None:
+    def _run(
+        self,
+        stacks: list[Stack],
+        grads: list[Tensor],
+        weights: Weights,
+        values: Tensor,
+        index: list[int],  # of tensors with one shape in the graph
+    ) -> None:
         """Run the graph once for the tensors of this index, and store its results."""
-        some = [stacks[n] for n in index]
+        some, config = [stacks[n] for n in index], self.lo.config
+        kind = "tensor" if some[0].dims else "vector"
+        views = {k: [in_graph(getattr(x.acc, k), x.dims) for x in some] for k in "MVrc"}
+        views["p"] = [in_graph(x.p, x.dims) for x in some]
+        given = views | {"g": [in_graph(grads[n], stacks[n].dims) for n in index]}
 
         def gather(parts: list[Tensor]) -> Tensor:
             if len(parts) > 1:
@@ -313,19 +271,16 @@ class OrtMuLO(MuLO):
             lead = x.ndim - some[0].p.ndim + 1  # e is all axes between these and m
             return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
 
-        inputs = {k: gather([x.views[k] for x in some]) for k in some[0].views}
-        inputs["g"] = gather([as_in_graph(grads[n], stacks[n].dims) for n in index])
+        inputs = {k: gather(parts) for k, parts in given.items()}
         numbers = torch.cat([values[:, 0, n : n + 1] for n in index], 1)  # a list index would sync
-        inputs |= dict(zip(("t", "scale", "decay", "eps_scale"), numbers, strict=True))
-        if self.lo.config.eps != "fan_in":
-            del inputs["eps_scale"]
-        if self.lo.config.net == "velo":
+        names = ("t", "scale", "decay", "eps_scale")[: 4 if config.eps == "fan_in" else 3]
+        inputs |= dict(zip(names, numbers, strict=False))
+        if config.net == "velo":
             phi = {k: w[0] for k, w in weights.phi.items() if k[0] in "wb"}
             inputs |= {k: torch.cat([w[n : n + 1] for n in index]) for k, w in phi.items()}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
-        outputs = self.session(kind).run(inputs, finite=())
-        for k in some[0].views:
-            old = [x.views[k] for x in some]
+        outputs = self.session(kind).run(inputs)
+        for k, old in views.items():
             new = outputs[f"new_{k}"].reshape(-1, *old[0].shape[1:])
             if len(old) > 1:
                 torch._foreach_copy_(old, new.split(1))
@@ -333,5 +288,5 @@ class OrtMuLO(MuLO):
                 a, b = old[0].squeeze(), new.squeeze()
                 a.T.copy_(b.T) if a.ndim == 2 else a.copy_(b)
 
-    def _param_scale(self, x: Laid) -> Tensor:
+    def _param_scale(self, x: Stack) -> Tensor:
         return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)

@@ -75,15 +75,6 @@ def save(path: Path, content: dict) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-def load(path: Path, device: str, generator: torch.Generator, **parts) -> tuple[int, list[float]]:
-    """Restore generator and parts as `save` wrote them; returns the steps done and their losses."""
-    saved = torch.load(path, map_location=device, weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
-    generator.set_state(saved["generator"].cpu())
-    return saved["step"], saved["losses"]
-
-
 def run(
     build: Callable[[int], nn.Module],
     batch: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]],
@@ -99,22 +90,19 @@ def run(
         dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     model, opt = make(build, args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: factor(step, args))
-    generator = torch.Generator().manual_seed(1000 * args.seed + rank)  # each rank's batches
-    start, losses, path = 0, [], args.out and args.out / f"checkpoint.rank{rank}.pt"
+    losses, path = [], args.out and args.out / "checkpoint.pt"
     parts = {"model": model, "optimizer": opt, "scheduler": scheduler}
     if path and path.exists():
-        start, losses = load(path, args.device, generator, **parts)
-        print(f"continuing at step {start}")
-    if world > 1:
-        starts = [None] * world
-        dist.all_gather_object(starts, start)
-        if len(set(starts)) > 1:
-            fix = "resume with as many processes as before, or choose another --out"
-            raise ValueError(f"the ranks' checkpoints are of steps {starts}: {fix}.")
+        saved = torch.load(path, map_location=args.device, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        losses = saved["losses"]
+        print(f"continuing at step {len(losses)}")
     net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     half = torch.autocast("cuda", torch.bfloat16, enabled=args.device.startswith("cuda"))
-    clock = time.monotonic()
+    start, clock, generator = len(losses), time.monotonic(), torch.Generator()
     for step in range(start, args.steps):
+        generator.manual_seed(hash((args.seed, step, rank)))  # so there is no state of it to save
         x, y = batch(generator)
         with half:
             loss = loss_of(net, x.to(args.device), y.to(args.device))
@@ -130,11 +118,10 @@ def run(
         if rank == 0 and step % max(1, args.steps // 20) == 0:
             speed = (step + 1 - start) / (time.monotonic() - clock)
             print(f"step {step}: loss {losses[-1]:.4f}, {speed:.1f} steps/s", flush=True)
-        if path and ((step + 1) % args.every == 0 or step + 1 == args.steps):
+        if path and rank == 0 and ((step + 1) % args.every == 0 or step + 1 == args.steps):
             args.out.mkdir(parents=True, exist_ok=True)
             state = {name: part.state_dict() for name, part in parts.items()}
-            state |= {"generator": generator.get_state(), "step": step + 1, "losses": losses}
-            save(path, state)
+            save(path, state | {"losses": losses})
     if world > 1:
         dist.destroy_process_group()
     last = losses[-max(1, args.steps // 10) :]

@@ -1,12 +1,12 @@
 """Exported files: that they are the step, what is in them, and everything that can be wrong."""
 
+import io
 import json
 import math
 import re
-import shutil
 import warnings
 import zipfile
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +26,6 @@ ROOT = Path(__file__).parents[1]
 KINDS = ("tensor", "vector")
 
 
-def silent(line):
-    pass
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Check on small sizes only."""
@@ -39,9 +35,10 @@ def small(monkeypatch):
 
 def verify(folder):
     [found] = export.sidecars(folder)
-    return export.verify(*found, say=silent)
+    export.verify(*found)
 
 
+@cache
 def open_graph(folder, kind, suffix):
     name = f"mulo_m.{suffix}" if suffix == "ts" else f"mulo_m.{kind}.{suffix}"
     return export.open_graphs(folder / name)[kind]
@@ -61,6 +58,7 @@ def test_every_file_is_written_and_checked(exported):
 
 def test_files_carry_the_config_and_no_paths(exported):
     config = json.loads((exported / "mulo_m.json").read_text())
+    assert any("Step 0: μP" in line for line in config.pop("contract"))
     files = list(config.pop("sha256"))
     assert files[0] == "mulo_m.pt"
     for file in (exported / name for name in files[1:]):
@@ -82,7 +80,7 @@ def test_files_carry_the_config_and_no_paths(exported):
 
 
 def test_the_json_is_the_whole_contract():
-    """Rules of every role, every input with shape, type and first value, features, epsilons."""
+    """Rules of every role, every input with shape, type and first value, features."""
     for name in ("mulo_m", "muvelo_m"):
         lo = mulo.load(name)
         about = json.loads(json.dumps(export.describe(lo, name)))
@@ -109,13 +107,6 @@ def test_the_json_is_the_whole_contract():
             first = torch.tensor(tensor["features"]["first"])
             first[1 + 2] += 1
             torch.testing.assert_close(seen, first)
-    told = {}
-    for eps in ("reference", "relative", "fan_in"):
-        config = mulo.LOConfig(hidden_size=2, eps=eps)
-        told[eps] = export.describe(mulo.SmallFC(config), "x")["epsilons"]
-        assert ("eps_scale" in export.shapes(config, "vector")[0]) == (eps == "fan_in")
-    assert told["reference"]["V"] == told["fan_in"]["V"] == 1e-6
-    assert [told[k]["times"] for k in told] == [1, "mean(V), mean(r)", "eps_scale"]
 
 
 # Against float64
@@ -153,9 +144,9 @@ def test_onnx_against_the_oracle(exported, shape):
 LONG = {
     "wide, constant": (dict(b=1, e=1, m=2, n=100_001), 0.01),
     "square, constant": (dict(b=1, e=1, m=600, n=600), 0.01),
-    "long row, constant": (dict(b=1, e=1, m=1, n=1_000_001), 0.01),
-    "many small slices, constant": (dict(b=1, e=200_000, m=2, n=2), 0.01),
-    "vector, constant": (dict(b=1, n=1_000_001), 0.01),
+    "long row, constant": (dict(b=1, e=1, m=1, n=300_001), 0.01),
+    "many small slices, constant": (dict(b=1, e=60_000, m=2, n=2), 0.01),
+    "vector, constant": (dict(b=1, n=300_001), 0.01),
     "wide, zero": (dict(b=1, e=1, m=3, n=65_537), 0.0),
     "huge": (dict(b=2, e=1, m=6, n=7), 1e8),
     "tiny": (dict(b=2, e=1, m=6, n=7), 1e-12),
@@ -236,40 +227,38 @@ def test_epsilons_survive_other_optimizers(exported, tmp_path):
         assert error(Session(tmp_path / "optimized.onnx").run, lo, "vector", x) <= 3e-6
 
 
-@pytest.mark.parametrize(
-    ("eps", "kind", "suffix"), [("relative", "tensor", "onnx"), ("fan_in", "vector", "ts")]
-)
-def test_other_epsilons(eps, kind, suffix, small, monkeypatch, tmp_path):
-    monkeypatch.setattr(export, "kinds", lambda config: (kind,))
+@pytest.mark.parametrize("eps", ["reference", "relative", "fan_in"])
+def test_other_epsilons(eps, small):
+    """In TorchScript, which is quick to make; only fan_in has an input of its own."""
     config = mulo.LOConfig(hidden_size=5, hidden_layers=1, lam1=0.01, eps=eps, spec="paper")
     lo = mulo.SmallFC(config, torch.Generator().manual_seed(0))
-    export.write(lo, tmp_path, eps, [suffix])
-    assert verify(tmp_path) == []
+    with warnings.catch_warnings(action="ignore"):
+        traced = torch.jit.load(io.BytesIO(export.to_torchscript(lo, "")))
+    for kind in KINDS:
+        assert ("eps_scale" in export.shapes(config, kind)[0]) == (eps == "fan_in")
+        found = export.compare(lo, kind, {"ts": getattr(traced, kind)})
+        assert found["ts"][0] <= export.TOLERANCE
 
 
-def test_velo(velo, small):
-    """All graphs, as ONNX and TorchScript; the LSTM as .pt2 too."""
-    lines = []
-    [found] = export.sidecars(velo)
-    assert export.verify(*found, say=lines.append) == []
-    assert len(lines) == 1 + 2 * 3
+def test_velo(velo, small, capsys):
+    """All graphs, as ONNX and TorchScript."""
+    verify(velo)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 2 * 3
     assert len(list(velo.iterdir())) + 3 <= 9  # and three .pt2 files
 
 
 def test_errors_of_any_output_count(small):
-    """NaN, another shape, another number of outputs: in the last output as in the first."""
+    """NaN, or off by a thousandth: in the last output as in the first."""
     lo = mulo.load("mulo_m")
     right = export.Graphs(lo).vector
     wrong = {
         "nan": lambda *x: (*right(*x)[:-1], right(*x)[-1] * math.nan),
-        "shape": lambda *x: (*right(*x)[:-1], right(*x)[-1][:, :1]),
-        "fewer": lambda *x: right(*x)[:-1],
         "state": lambda *x: (*right(*x)[:-1], right(*x)[-1] * 1.001),
     }
     found = export.compare(lo, "vector", wrong | {"right": right})
     assert found["right"][0] <= export.TOLERANCE
     assert found["state"][0] == pytest.approx(1e-3, rel=0.01)
-    assert all(found[k][0] == math.inf for k in ("nan", "shape", "fewer"))
+    assert found["nan"][0] == math.inf
 
 
 # Files that are not in order
@@ -293,21 +282,11 @@ def test_mutated_weights_fail(copied, suffix, small):
         make = export.to_torchscript if suffix == "ts" else partial(export.to_pt2, kind="vector")
         with warnings.catch_warnings(action="ignore"):
             file.write_bytes(make(lo, text=json.dumps(config)))
-    assert any(f"{file} is damaged" in x for x in verify(copied))
+    with pytest.raises(ValueError, match=f"{file.name} is damaged"):
+        verify(copied)
     sign(copied, file.name)
-    assert any(f"{file.name}: vector is off by" in x for x in verify(copied))
-
-
-@pytest.mark.parametrize("suffix", ["onnx", "pt2", "ts"])
-def test_damaged_files(copied, suffix, small):
-    file = copied / ("mulo_m.ts" if suffix == "ts" else f"mulo_m.vector.{suffix}")
-    content = file.read_bytes()
-    for wrong in (content[: len(content) // 2], b"", b"not a graph"):
-        file.write_bytes(wrong)
-        with pytest.raises(ValueError, match=r"is missing, damaged|not written by export\.py"):
-            export.open_graphs(file)
-    file.unlink()
-    assert any(f"no file {file}" in x for x in verify(copied))
+    with pytest.raises(ValueError, match=f"{file.name}: vector is off by"):
+        verify(copied)
 
 
 def relabel(file, text):
@@ -324,7 +303,7 @@ def relabel(file, text):
             archive.writestr(k, text if k.endswith("mulo.json") else x)
 
 
-@pytest.mark.parametrize("suffix", ["onnx", "pt2", "ts"])
+@pytest.mark.parametrize("suffix", ["onnx", "ts"])
 def test_foreign_files_and_other_versions(copied, suffix):
     file = copied / ("mulo_m.ts" if suffix == "ts" else f"mulo_m.vector.{suffix}")
     config = json.loads((copied / "mulo_m.json").read_text())
@@ -343,19 +322,16 @@ def test_foreign_files_and_other_versions(copied, suffix):
 def test_sidecars_that_are_not_in_order(copied, small, complaint):
     path = copied / "mulo_m.json"
     good = json.loads(path.read_text())
-    assert [x for x in verify(copied) if "lists no good file" not in x] == []  # of the tensor graph
+    verify(copied)
     path.write_text(json.dumps(good | {"features": ["g"]}))
-    assert "does not describe mulo_m.pt" in verify(copied)[0]
+    assert "does not describe mulo_m.pt" in complaint(export, "--verify", copied)
     path.write_text(json.dumps(good | {"version": 1}))
     assert "has format version 1, this code reads 2: export the optimizer anew." in complaint(
         export, "--verify", copied
     )
     path.write_text(json.dumps(good))
-    shutil.copy(copied / "mulo_m.ts", copied / "mulo_m.vector.pt2")
-    sign(copied, "mulo_m.vector.pt2")
-    assert "vector.pt2 is missing, damaged or of another format" in complaint(
-        export, "--verify", copied
-    )
+    (copied / "mulo_m.vector.pt2").unlink()
+    assert "no file" in complaint(export, "--verify", copied)
 
 
 def test_command_line(tmp_path, complaint):

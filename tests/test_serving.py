@@ -34,17 +34,11 @@ def test_inputs_are_checked(exported):
         ({"g": good["g"][:1]}, "g must be"),
         ({"scale": torch.ones(())}, "scale must be"),
         ({"scale": torch.ones(1)}, "scale must be"),
-        ({"t": torch.ones(())}, "t must be"),
-        ({"p": good["p"].double()}, "p must be float32 on cpu, not torch.float64"),
+        ({"p": good["p"].double()}, "p must be .*, not torch.float64 on cpu"),
         ({"p": good["p"].mT.contiguous().mT}, "p must be contiguous"),
+        ({"p": good["p"].to("meta")}, "p must be .*, not torch.float32 on meta"),
         ({"M": good["M"][:, :2]}, "M must be"),
-        ({"V": good["V"] * math.nan}, "V has NaN or infinite"),
-        ({"V": -good["V"] - 1}, "V has negative entries"),
-        ({"p": good["p"] / 0}, "p has NaN or infinite"),
-        ({"scale": torch.tensor([1.0, math.inf])}, "scale has NaN or infinite"),
         ({"gradient": good["g"]}, r"\['gradient'\] are missing or unknown"),
-        ({"t": 3.0}, "t must be a torch.Tensor, not float"),
-        ({"p": good["p"].numpy()}, "p must be a torch.Tensor, not ndarray"),
     ]
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -53,7 +47,7 @@ def test_inputs_are_checked(exported):
         session.run(inputs_of(config, "tensor", b=2, e=1, m=5, n=3))
     with pytest.raises(ValueError, match=r"\['c'\] are missing or unknown"):
         session.run({k: v for k, v in good.items() if k != "c"})
-    with pytest.raises(ValueError, match="p must be contiguous, not empty"):
+    with pytest.raises(ValueError, match="p must be contiguous float32 on cpu, not empty"):
         session.run({k: v[:0] for k, v in good.items()})
 
 
@@ -195,10 +189,8 @@ def test_other_devices_are_refused(exported):
         OrtMuLO([p], exported).step()
 
 
-def test_optimizer_refuses_files_that_do_not_fit(copied, tmp_path):
+def test_optimizer_refuses_files_that_do_not_fit(copied):
     params = [nn.Parameter(torch.ones(3))]
-    with pytest.raises(FileNotFoundError, match=r"no file .*nowhere\.onnx: export the optimizer"):
-        Session(tmp_path / "nowhere.onnx")
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
     with pytest.raises(ValueError, match="damaged, or not the file its"):
         OrtMuLO(params, copied)
@@ -395,9 +387,6 @@ def test_a_step_is_whole_or_not_at_all(exported, tmp_path):
     with pytest.raises(ValueError, match="damaged, or not the file its"):
         opt.step()
     assert torch.equal(first, torch.ones(3))
-    opt = OrtMuLO([first], exported, lr=math.inf)
-    with pytest.raises(ValueError, match="lr=inf is not finite"):
-        opt.step()
 
 
 def test_state_goes_from_one_to_the_other(exported):
@@ -437,11 +426,6 @@ def test_ort_counts_bad_gradients_and_refuses_bad_parameters(exported):
     assert torch.equal(first, old)
     assert all(torch.equal(x, before[k]) for k, x in opt.state[p].items())
     assert opt.param_groups[0]["step"] == t
-    p.data[0, 0] = 1.0
-    opt.state[p]["V"].fill_(math.inf)
-    opt.load_state_dict(opt.state_dict())
-    with pytest.raises(ValueError, match="state V has NaN or infinite entries"):
-        opt.step()
 
 
 def seen_by(opt, kind, monkeypatch):
