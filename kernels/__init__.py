@@ -1,7 +1,7 @@
 """The step made fast: which backend runs, and how the kernels are built, checked and called.
 
     kernels.choose("auto", config, device)      # "kernel", or "folded" and a warning that says why
-    kernels.step_(config, rows, grads, packed, values, index)
+    kernels.step_(config, rows, params, grads, packed, values, index)
 
 `folded.py` is one pure function for any device. `cpu.cpp` and `gpu.py` are kernels that store no
 features. They take a table with one `ROW` per tensor: one call steps all tensors of a model, or of
@@ -9,7 +9,7 @@ all particles in meta-training. At first use a kernel is compared with `folded` 
 it cannot be built, or differs (a feature was changed, say), `folded` runs.
 
 The C++ is compiled once per shape of the network, in seconds, and cached in the user's cache folder
-under a hash of its source, compiler, flags and the CPU's features.
+under a hash of its source, compiler and flags.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import functools
 import hashlib
 import math
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -42,18 +41,11 @@ from kernels import folded
 
 BACKENDS = ("auto", "kernel", "folded", "literal")
 TOLERANCE = 1e-5  # of the largest update, in the check at first use
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ROW = np.dtype(
-    [
-        *((name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC")),  # see `rows`
-        *((name, "i4") for name in ("kind", "p_dtype", "g_dtype")),
-        *((name, "f4") for name in ("t", "scale", "decay", "eps")),
-        ("pad", "i4"),
-    ]
-)
-SETTINGS = np.dtype(  # what is the same for all tensors of a call: `struct Settings` of cpu.cpp
-    [(name, "f4") for name in ("lam1", "lam2", "eps_rms", "t_max", "anneal", "clip")]
-    + [(name, "i4") for name in ("eps_mode", "paper")]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels see float32
+ROW = np.dtype(  # `struct Row` of cpu.cpp
+    [(name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC")]
+    + [("kind", "i4"), *((name, "f4") for name in ("t", "scale", "decay", "eps"))],
+    align=True,
 )
 
 
@@ -126,7 +118,8 @@ def self_check(config, device: torch.device) -> float:
         mine, mine_acc = p.clone(), Accumulators(*(x.clone() for x in acc))
         for _ in range(2):
             g = random(1, *shape, scale=0.1)
-            step_(config, [rows(mine, mine_acc, dims)], [g], pack(config, phi), values, [0])
+            table = rows(mine, mine_acc, dims)
+            step_(config, [table], [mine], [g], pack(config, phi), values, [0])
             acc, p = folded.step(config, one, acc, p, g, *values[:2, 0], dims, *values[2:, 0])
         errors.append(float((mine - p).abs().max() / (p - start).abs().max()))
     return float(np.max(errors))  # NaN if one is NaN
@@ -152,7 +145,7 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         return None  # a subclass that has no memory itself, such as DTensor
     table = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
-        table[name] = x.data_ptr() + x.stride(0) * x.element_size() * np.arange(len(p))
+        table[name] = x.data_ptr() + 4 * x.stride(0) * np.arange(len(p))
     shape = p.shape[1:]
     sizes = (), (), (), shape, ()
     if dims is not None:
@@ -161,7 +154,6 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         table["kind"] = 1 if dims[1] > dims[0] else 2
     for name, part in zip("AXBYC", sizes, strict=True):
         table[name] = math.prod(part)
-    table["p_dtype"] = DTYPES[p.dtype]
     return table
 
 
@@ -177,6 +169,7 @@ def pack(config, phi: Phi) -> Tensor:
 def step_(
     config,
     rows: list[np.ndarray],  # of T stacks, from `rows`: P rows each
+    params: list[Tensor],  # (P, *shape) each
     grads: list[Tensor],  # (P, *shape) each
     packed: Tensor,  # (P | 1, T | 1, K)
     values: Tensor,  # (4, P, T): t, scale, decay, eps_scale
@@ -184,35 +177,33 @@ def step_(
 ) -> Tensor | int:
     """Step the tensors of a table in place; returns how many gradient entries are not finite."""
     P, T = values.shape[1], len(grads)
-    grads = [g.contiguous() if g.dtype in DTYPES else g.float().contiguous() for g in grads]
     table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(T, P)
-    s, n = np.arange(P), np.array(index)[:, None]
-    table["g"] = np.array([g.data_ptr() for g in grads])[:, None]
-    table["g"] += np.array([g.stride(0) * g.element_size() for g in grads])[:, None] * s
-    table["g_dtype"] = np.array([DTYPES[g.dtype] for g in grads])[:, None]
+    offsets = table["p"] - table["p"][:, :1]  # of the P tensors of each stack, in bytes
+    grads = [g.contiguous() if g.dtype == torch.float32 else g.float().contiguous() for g in grads]
+    table["g"] = offsets + np.array([g.data_ptr() for g in grads])[:, None]
+    wide = {n: p.float() for n, p in enumerate(params) if p.dtype != torch.float32}
+    for n, p in wide.items():
+        table["p"][n] = offsets[n] + p.data_ptr()
     steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
-    table["net"] = packed.data_ptr() + steps[0] * s + steps[1] * n
+    table["net"] = packed.data_ptr() + steps[0] * np.arange(P) + steps[1] * np.array(index)[:, None]
     if T < values.shape[2]:
         values = torch.stack([values[..., k] for k in index], -1)
     values = values.transpose(1, 2).reshape(4, -1)  # as the rows are ordered
-    return LAUNCH[values.device.type](config, table.reshape(-1), values)
+    bad = LAUNCH[values.device.type](config, table.reshape(-1), values)
+    for n, p in wide.items():
+        params[n].copy_(p)
+    torch.autograd.graph.increment_version(params)  # the kernel writes by address: tell autograd
+    return bad
 
 
 def launch_cpu(config, rows: np.ndarray, values: Tensor) -> int:
     for name, x in zip(("t", "scale", "decay", "eps"), values.numpy(), strict=True):
         rows[name] = x
     numbers = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
-    mode = ("reference", "fan_in", "relative").index(config.eps)
-    numbers = *numbers, features.CLIP[config.net], mode, config.spec == "paper"
-    settings, bad = np.array(numbers, SETTINGS), ctypes.c_long(0)
-    library(config.hidden_size, config.hidden_layers, config.num_features).step(
-        ctypes.c_void_p(rows.ctypes.data),
-        ctypes.c_long(len(rows)),
-        ctypes.c_void_p(settings.ctypes.data),
-        ctypes.c_int(torch.get_num_threads()),
-        ctypes.byref(bad),
-    )
-    return bad.value
+    numbers = *numbers, config.eps == "relative", config.spec != "paper"
+    settings = (ctypes.c_float * 7)(*numbers)  # `struct Settings` of cpu.cpp
+    step = library(config.hidden_size, config.hidden_layers, config.num_features).step
+    return step(rows.ctypes, len(rows), settings, torch.get_num_threads())
 
 
 def launch_gpu(config, rows: np.ndarray, values: Tensor) -> Tensor:
@@ -230,6 +221,8 @@ LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math
 -ffp-contract=fast""".split()
+# Not -march=native: the cache may move to a lesser CPU
+MARCH = {"AVX512": ["-march=skylake-avx512"], "AVX2": ["-march=haswell"]}
 
 
 @functools.cache
@@ -239,11 +232,11 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CXX", "")) or list(installed)[:1]
     if not compiler:
         raise OSError("there is no C++ compiler: install g++")
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    march = MARCH.get(torch.backends.cpu.get_cpu_capability(), [])
     shape = f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"
-    command = [*compiler, *FLAGS, native, *shape]
+    command = [*compiler, *FLAGS, *march, *shape]
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
-    parts = "\n".join([*command, version.stdout, cpu_features(), SOURCE.read_text("utf-8")])
+    parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
     name = f"cpu-{hashlib.sha256(parts.encode()).hexdigest()[:24]}.so"
     for folder in cache_folders():
         with contextlib.suppress(OSError):  # missing or damaged
@@ -280,13 +273,3 @@ def cache_folders() -> Iterator[Path]:
     folder = tempfile.TemporaryDirectory(prefix="mulo-")
     atexit.register(folder.cleanup)
     yield Path(folder.name)
-
-
-def cpu_features() -> str:
-    """What -march=native depends on: a cached library must not move to a lesser CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
