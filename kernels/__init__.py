@@ -250,20 +250,16 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
 
 
 def build(path: Path, command: list[str]) -> None:
-    """Compile to a file of another name, then rename: two processes may build at once."""
+    """Compile in another folder, then rename: two processes may build at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    try:
-        command = [*command, str(SOURCE), "-o", part]
-        result = subprocess.run(command, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder, path.name)
+        result = subprocess.run([*command, SOURCE, "-o", part], capture_output=True, text=True)
         if result.returncode:
             lines = result.stderr.strip().splitlines() or ["no message"]
             error = next((line for line in lines if "error" in line), lines[0])
             raise RuntimeError(f"{command[0]} cannot compile {SOURCE.name} ({error})")
-        os.replace(part, path)
-    finally:
-        Path(part).unlink(missing_ok=True)
+        part.replace(path)
 
 
 def cache_folders() -> Iterator[Path]:

@@ -484,7 +484,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
 
     on_sides = (blocks[0], 0, None), (blocks[1], 1, None)
     launches = [
-        (means, index((means_tiles, None, 0)), case),
+        (means, index((means_tiles, None, 0)), Case(config, MEANS_R.value, MEANS_W.value)),
         (factor, index(*on_sides), case),
         (sides, index(*on_sides), case),
         (accumulate, index((programs, None, each)), case),
