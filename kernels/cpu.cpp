@@ -173,8 +173,6 @@ struct Own {  // one thread's
     float w0[DIAGONAL][H], w_axis[2][6][H], b0[H], w_last[H][2], b_last[2];  // folded
     double mean[COLS];
     std::vector<float> unit;
-    const float *net = nullptr;  // the network and the time that `timed` is for: b0 plus time features
-    float t = 0, timed[H];
 };
 
 // ---- the network: y = [relu](x w + bias) for w (N, M), G outputs at a time in K partial sums ----
@@ -454,17 +452,6 @@ class Step {
         return 1 / std::sqrt(ms + s.eps_rms * t.eps);
     }
 
-    void add_time() {  // own.timed, which the next tensor may use too
-        if (own.net == net && own.t == t.t) return;
-        own.net = net, own.t = t.t;
-        std::copy_n(b0, H, own.timed);
-        const float *w = w0 + (FEATURES - 11) * H;
-        for (float x : {1.f, 3.f, 10.f, 30.f, 100.f, 300.f, 1e3f, 3e3f, 1e4f, 3e4f, 1e5f}) {
-            float feature = std::tanh(std::min(t.t, s.t_max) / x - s.shift);
-            for (int h = 0; h < H; h++) own.timed[h] += feature * *w++;
-        }
-    }
-
     // The first layer with 1 / RMS of the features in it, the last one with lambdas and scale. The
     // rows of W0: dense features without F_mom, r, c, 1/sqrt(r), 1/sqrt(c), F_mom, time
     void fold() {
@@ -483,10 +470,16 @@ class Step {
             float norm = inverse_rms(work.squares[y][k], axis[y].size) * (k < 3 ? per_r[k] : 1);
             for (int h = 0; h < H; h++) own.w_axis[y][k][h] = norm * w0[at * H + h];
         }
-        if (!VELO) add_time();
-        std::copy_n(VELO ? b0 : own.timed, H, own.b0);
+        std::copy_n(b0, H, own.b0);
+        const float *w = w0 + (FEATURES - 11) * H;
+        for (float x : {1.f, 3.f, 10.f, 30.f, 100.f, 300.f, 1e3f, 3e3f, 1e4f, 3e4f, 1e5f}) {
+            if (VELO) break;
+            float feature = std::tanh(std::min(t.t, s.t_max) / x - s.shift);
+            for (int h = 0; h < H; h++) own.b0[h] += feature * *w++;
+        }
         float pace = !VELO && t.t > s.t_max ? std::pow(s.t_max / t.t, s.anneal) : 1;
-        const float *w = w1 + (LAYERS - 1) * (H * H + H), scale[2] = {s.lam1 * t.scale * pace, s.lam2};
+        w = w1 + (LAYERS - 1) * (H * H + H);
+        const float scale[2] = {s.lam1 * t.scale * pace, s.lam2};
         for (int i = 0; i < 2 * H; i++) own.w_last[i / 2][i % 2] = scale[i % 2] * w[i];
         for (int i = 0; i < 2; i++) own.b_last[i] = scale[i] * w[2 * H + i];
     }

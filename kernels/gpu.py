@@ -71,8 +71,8 @@ class Case:
     safe_rms = property(lambda case: case.relative or case.config.eps_rms == 0)
     clip = property(lambda case: 1000.0 if case.velo else 1e15)
     shift = property(lambda case: 0.0 if case.config.spec == "paper" else 1.0)
-    t_max = property(lambda case: case.config.t_max or 3e38)
-    anneal = property(lambda case: 0.0 if case.velo else case.config.anneal)
+    t_max = property(lambda case: case.config.t_max or math.inf)
+    anneals = property(lambda case: case.t_max < math.inf and not case.velo)
     F = property(lambda case: case.config.num_features)
     D = property(lambda case: {39: 16, 30: 18, 29: 17}[case.F])  # dense features
     H = property(lambda case: case.config.hidden_size)
@@ -435,8 +435,10 @@ def update(rows, plan, index, work, CASE: tl.constexpr):
         d, m = large_network(row, x, x_at, y_at, ok, CASE)
     else:
         d, m = small_network(row, x, x_at, y_at, ok, CASE)
-    pace = tl.exp(CASE.anneal * tl.log(CASE.t_max / tl.maximum(row.t, CASE.t_max)))
-    scale = CASE.config.lam1 * row.scale * pace
+    scale = CASE.config.lam1 * row.scale
+    if CASE.anneals:
+        late = CASE.t_max / tl.maximum(row.t, CASE.t_max)
+        scale *= tl.exp(CASE.config.anneal * tl.log(late))
     p = p - scale * d * tl.exp(CASE.config.lam2 * m) - row.decay * p
     tl.store(row.p + at, p, ok)
 
