@@ -37,7 +37,7 @@
 #endif
 
 struct Row {  // one tensor
-    float *p; const float *g; float *M, *V, *r, *c; const float *net;
+    float *p, *g, *M, *V, *r, *c; const float *net;
     int64_t A, X, B, Y, C;
     int32_t kind;  // 0 vector; 1: r belongs to X and c to Y; 2: r to Y and c to X
     float t, scale, decay, eps;
@@ -424,13 +424,8 @@ class Step {
             float *p = t.p + at;
             Vec X[D], part[D] = {};
             for (long j = 0, phase = 0; j < n; j += W) {
-                const long next = at + j + ahead;
-                for (int k = 0; k < 3; k++) {
-                    __builtin_prefetch(t.M + k * size + next);
-                    if (Vector) __builtin_prefetch(t.c + k * size + next);
-                    if (Vector && Second) __builtin_prefetch(t.r + k * size + next, 1);
-                }
-                for (const float *x : {t.V + at, p, (float *)g}) __builtin_prefetch(x + j + ahead);
+                for (const float *x : {t.M, t.M + size, t.M + 2 * size, t.V, t.p, t.g})
+                    __builtin_prefetch(x + at + j + ahead);
                 Lanes in{n - j};
                 features<Vector, Second>(X, in, at + j, in.load(g + j), in.load(p + j), own.x[0] + phase, rho_y + j);
                 for (int k = 0; k < D && Second; k++) part[k] += X[k] * X[k];
