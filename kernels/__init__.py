@@ -14,7 +14,6 @@ under a hash of its source, compiler and flags.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -27,7 +26,6 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -93,6 +91,18 @@ def refusal(config, device: torch.device) -> str | None:
     return f"it differs from the folded step by {error:.1e} of the update"
 
 
+def random_weights(config, gen: torch.Generator, P: int = 1, T: int = 1) -> Phi:
+    """Weights, biases and decays of which none is zero, (P, T, ...); most units are active."""
+    phi = {}
+    for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
+        phi[f"w{k}"] = n**-0.5 * torch.randn(P, T, n, m, generator=gen)
+        phi[f"b{k}"] = 1 + 0.1 * torch.randn(P, T, m, generator=gen)
+    if config.net == "small_fc":
+        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        phi |= {k: 0.05 * torch.randn(P, T, n, generator=gen) for k, n in decays.items()}
+    return phi
+
+
 @torch.no_grad()
 def self_check(config, device: torch.device) -> float:
     """The largest difference from `folded` after two steps of small tensors, over the update."""
@@ -102,13 +112,7 @@ def self_check(config, device: torch.device) -> float:
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=gen)).to(device)
 
-    phi = {}
-    for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-        phi[f"w{k}"] = random(1, 1, n, m, scale=n**-0.5)
-        phi[f"b{k}"] = 1 + random(1, 1, m, scale=0.1)  # so that most units are active
-    if config.net == "small_fc":
-        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        phi |= {k: random(1, 1, n, scale=0.05) for k, n in decays.items()}
+    phi = {k: w.to(device) for k, w in random_weights(config, gen).items()}
     one = {k: w[:, 0] for k, w in phi.items()}
     values = torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1)
     for shape in ((37,), (21, 13), (6, 5, 3, 3)):
@@ -238,34 +242,27 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
     name = f"cpu-{hashlib.sha256(parts.encode()).hexdigest()[:24]}.so"
-    for folder in cache_folders():
-        with contextlib.suppress(OSError):  # missing or damaged
-            return ctypes.CDLL(str(folder / name))
-        try:
-            build(folder / name, command)
-            return ctypes.CDLL(str(folder / name))
-        except OSError as problem:  # the folder cannot be written: try the next
-            reason = problem
-    raise reason
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mulo"
+    with contextlib.suppress(OSError):  # missing or damaged
+        return ctypes.CDLL(str(cache / name))
+    return build(cache / name, command)
 
 
-def build(path: Path, command: list[str]) -> None:
-    """Compile in another folder, then rename: two processes may build at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        part = Path(folder, path.name)
+def build(path: Path, command: list[str]) -> ctypes.CDLL:
+    """Compile in another folder and load, then rename: two processes may build at once."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError:  # the cache cannot be written: this process alone has the library
+        folder = tempfile.TemporaryDirectory(prefix="mulo-")
+    with folder:
+        part = Path(folder.name, path.name)
         result = subprocess.run([*command, SOURCE, "-o", part], capture_output=True, text=True)
         if result.returncode:
             lines = result.stderr.strip().splitlines() or ["no message"]
             error = next((line for line in lines if "error" in line), lines[0])
             raise RuntimeError(f"{command[0]} cannot compile {SOURCE.name} ({error})")
-        part.replace(path)
-
-
-def cache_folders() -> Iterator[Path]:
-    """The user's cache folder, then a temporary one, if the first cannot be written."""
-    with contextlib.suppress(RuntimeError):  # there is no home
-        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mulo"
-    folder = tempfile.TemporaryDirectory(prefix="mulo-")
-    atexit.register(folder.cleanup)
-    yield Path(folder.name)
+        loaded = ctypes.CDLL(str(part))
+        with contextlib.suppress(OSError):
+            part.replace(path)
+    return loaded

@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -49,22 +48,6 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def random_weights(config, gen, P=1, T=1):
-    """Weights, biases and decays of which none is zero, (P, T, ...)."""
-    h, sizes = config.hidden_size, config.layer_sizes()
-    shapes = {f"w{k}": (n, m) for k, (n, m) in enumerate(pairwise(sizes))}
-    shapes |= {f"b{k}": (m,) for k, m in enumerate(sizes[1:])}
-    phi = {
-        k: torch.randn(P, T, *s, generator=gen) * (s[0] ** -0.5 if k[0] == "w" else 0.1)
-        for k, s in shapes.items()
-    }
-    if config.net == "small_fc":
-        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        phi |= {k: 0.05 * torch.randn(P, T, n, generator=gen) for k, n in decays.items()}
-    assert h == phi["b0"].shape[-1]
-    return phi
-
-
 class Case:
     """Stacks of P tensors of several shapes, stepped by the literal step and by another backend."""
 
@@ -72,8 +55,8 @@ class Case:
         self.config = dataclasses.replace(config, lam1=1.0, lam2=0.1)  # updates of order 1
         self.gen, self.dtype = torch.Generator().manual_seed(seed), dtype
         T = len(shapes)
-        per_tensor = config.net == "velo"
-        self.phi = random_weights(self.config, self.gen, P if own else 1, T if per_tensor else 1)
+        sets = P if own else 1, T if config.net == "velo" else 1
+        self.phi = kernels.random_weights(self.config, self.gen, *sets)
         self.stacks = []
         for shape in shapes:
             p = torch.randn(P, *shape, generator=self.gen).to(dtype)
