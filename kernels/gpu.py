@@ -106,11 +106,9 @@ def place(row, column):
 
 
 @triton.jit
-def gradient(row, at, ok, CASE: tl.constexpr):
-    """g, and g with NaN and infinities taken as 0, clipped."""
-    g = tl.load(row.g + at, ok, 0.0)
-    clipped = tl.minimum(tl.maximum(g, -CASE.clip), CASE.clip)
-    return g, tl.where(tl.abs(g) < INFINITY, clipped, 0.0)
+def clean(g, CASE: tl.constexpr):
+    """g, clipped, with NaN and infinities taken as 0."""
+    return tl.where(tl.abs(g) < INFINITY, tl.minimum(tl.maximum(g, -CASE.clip), CASE.clip), 0.0)
 
 
 @triton.jit
@@ -141,8 +139,9 @@ def total(ptr, count, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def means(rows, plan, index, work, CASE: tl.constexpr):
-    """Sums of g^2 over the columns and over the rows of a tile, at each index of C."""
+def means(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
+    """Sums of g^2 over the columns and over the rows of a tile, at each index of C; how many
+    entries of g are not finite."""
     row, b, _0 = job(rows, plan, index, work)
     across, down = tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R)
     ti, tj, batch = b // across % down, b % across, b // (across * down)
@@ -153,9 +152,10 @@ def means(rows, plan, index, work, CASE: tl.constexpr):
     batches = row.A * row.B * row.C
     x_part = place(row, PARTS) + tj * (batches * row.X) + x_at
     y_part = place(row, PARTS + 1) + ti * (batches * row.Y) + (batch * row.Y + j) * row.C
-    V_sum = 0.0
+    V_sum, bad = 0.0, tl.zeros([MEANS_R, MEANS_W], tl.int32)
     for c in range(row.C):
-        _raw, g = gradient(row, at + c, ok, CASE)
+        raw = tl.load(row.g + at + c, ok, 0.0)
+        bad, g = bad + tl.where(tl.abs(raw) < INFINITY, 0, 1), clean(raw, CASE)
         tl.store(x_part + c, tl.sum(g * g, 1), i < row.X)
         tl.store(y_part + c, tl.sum(g * g, 0), j < row.Y)
         if CASE.relative:  # these epsilons need the mean of the new V
@@ -163,6 +163,8 @@ def means(rows, plan, index, work, CASE: tl.constexpr):
             V_sum += tl.sum(v + tl.load(row.net + 3) * (g * g - v))
     if CASE.relative:
         tl.store(place(row, V_SUMS) + b, V_sum)
+    count = tl.sum(bad)
+    tl.atomic_add(bad_ptr, count.to(tl.int64), mask=count > 0)
 
 
 @triton.jit
@@ -243,7 +245,7 @@ def sides(rows, plan, index, work, CASE: tl.constexpr):
 @triton.jit
 def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
     """The dense features of tile b; where its entries lie in the tensor and on the sides, and which
-    of them exist; p; which entries of g are not finite. With MOVE, M and V are updated."""
+    of them exist; p. With MOVE, M and V are updated."""
     R: tl.constexpr = CASE.R
     W: tl.constexpr = CASE.W
     matrix = row.kind > 0
@@ -258,7 +260,7 @@ def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
     x_at = (x * row.C)[:, None] + (j % row.C)[None, :]
     y_at = tl.where(matrix, (batch * width + j)[None, :], at)
 
-    raw, g = gradient(row, at, ok, CASE)
+    g = clean(tl.load(row.g + at, ok, 0.0), CASE)
     p = tl.load(row.p + at, ok, 0.0)
     v = tl.load(row.V + at, ok, 0.0)
     if MOVE:
@@ -290,26 +292,24 @@ def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
     if CASE.D == 18:
         g_by_V = (g * inv_M,)
     x = (g,) + clipped + (p,) + M + (v,) + M_by_V + inv_V + F_grad + g_by_V + F_mom
-    return x, at, x_at, y_at, ok, p, tl.where(tl.abs(raw) < INFINITY, 0, 1)
+    return x, at, x_at, y_at, ok, p
 
 
 @triton.jit
-def accumulate(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
+def accumulate(rows, plan, index, work, CASE: tl.constexpr):
     """M and V of a few tiles; sums of squares of their dense features."""
     row, program, tiles = job(rows, plan, index, work)
-    sums, bad = (), tl.full([CASE.R, CASE.W], 0, tl.int32)
+    sums = ()
     for _ in tl.static_range(tl.constexpr(CASE.D)):
         sums = sums + (tl.full([CASE.R, CASE.W], 0.0, tl.float32),)
     for b in range(program * tiles, program * tiles + tiles):
-        x, _at, _x_at, _y_at, _ok, _p, more = dense_features(row, b, True, CASE)
+        x, _at, _x_at, _y_at, _ok, _p = dense_features(row, b, True, CASE)
         new = ()
         for k in tl.static_range(tl.constexpr(CASE.D)):
             new = new + (sums[k] + x[k] * x[k],)
-        sums, bad = new, bad + more
+        sums = new
     for k in tl.static_range(tl.constexpr(CASE.D)):
         tl.store(place(row, SQUARES) + program * CASE.D + k, tl.sum(sums[k]))
-    count = tl.sum(bad)
-    tl.atomic_add(bad_ptr, count.to(tl.int64), mask=count > 0)
 
 
 @triton.jit
@@ -430,7 +430,7 @@ def large_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
 def update(rows, plan, index, work, CASE: tl.constexpr):
     """theta <- theta - scale lam1 d exp(lam2 m) - decay theta, in a tile."""
     row, b, _0 = job(rows, plan, index, work)
-    x, at, x_at, y_at, ok, p, _ = dense_features(row, b, False, CASE)
+    x, at, x_at, y_at, ok, p = dense_features(row, b, False, CASE)
     if CASE.H > 8:
         d, m = large_network(row, x, x_at, y_at, ok, CASE)
     else:
@@ -508,6 +508,6 @@ def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
     bad = torch.zeros((), dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for kernel, index, case in launches:
-            arguments = (bad, case) if kernel is accumulate else (case,)
+            arguments = (bad, case) if kernel is means else (case,)
             kernel[len(index),](words, plan, index, work, *arguments, num_warps=case.warps)
     return bad
