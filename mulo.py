@@ -329,8 +329,9 @@ def advance_(
         fast = [n for n in slow if stacks[n].rows is not None]
         slow = [n for n in slow if stacks[n].rows is None]
         if fast:
-            args = zip(*((stacks[n].rows, stacks[n].p, grads[n]) for n in fast), strict=True)
-            bad = kernels.step_(config, *args, weights.packed, values, fast)
+            rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
+            fast_grads = [grads[n] for n in fast]
+            bad = kernels.step_(config, rows, params, fast_grads, weights.packed, values, fast)
     pure_step = step if backend == "literal" else folded.step
     for n in slow:
         x, g = stacks[n], grads[n]

@@ -158,7 +158,6 @@ struct Team {
 struct Work {  // shared by the threads that work on a tensor. Index 0 is for X's vectors, 1 for Y's
     std::vector<float> sums[2];  // of g^2 by block: (column block, rows * C), (row block, A * B * N)
     std::vector<float> rho[2];   // factors of F_grad and F_mom: (3, rows * C), (3, A * B * N)
-    std::vector<double> r_sum;   // of r: (chunk, 3)
     std::vector<double> old;     // sums of g^2, and of V and c before the step: (block, 5)
     std::vector<double> dense;   // sums of squares of the dense features: (block, features)
     double squares[2][6];        // sums of squares of r or c (3) and of 1/sqrt(r or c) (3)
@@ -296,20 +295,21 @@ class Step {
                 Lanes in{n - j};
                 in.store(v + j, lerp(in.load(v + j), load(own.g + j) + floor_q, rate_rc[k]));
             }
-            work.r_sum[3 * chunk + k] = x.is_r ? total(v, n) : 0;
         }
     }
 
     void epsilons() {  // those of mode "relative" follow from the means of V and r
         std::fill_n(floor_c, 3, vector ? FLT_MIN : e9);
         if (!relative) return;
-        double old[5] = {}, r_sum[3] = {};
+        const Axis &x = axis[t.kind == 2];  // of r
+        double old[5] = {};
         for (long i = 0; i < 5 * blocks; i++) old[i % 5] += work.old[i] / size;
-        for (long i = 0; i < 3 * chunks && !vector; i++) r_sum[i % 3] += work.r_sum[i];
         float V = old[1] + rate_V * (old[0] - old[1]);
         per_V = 1 / safe(V), eps_M = safe(V, 1e-8f), eps_V = safe(V, 1e-2f);
         for (int k = 0; k < 3; k++) {
-            float r = vector ? old[2 + k] + rate_rc[k] * (old[0] - old[2 + k]) : r_sum[k] / axis[t.kind == 2].size;
+            double sum = 0;
+            for (long i = 0; i < x.size && !vector; i++) sum += x.v[k * x.size + i];
+            float r = vector ? old[2 + k] + rate_rc[k] * (old[0] - old[2 + k]) : sum / x.size;
             per_r[k] = 1 / safe(r), eps_r[k] = safe(r, 1e-2f), floor_c[k] = safe(r, 1e-8f);
         }
     }
@@ -481,7 +481,7 @@ class Step {
 
     void make_room() {
         work.dirty = false;
-        work.dense.resize(blocks * DIAGONAL), work.old.resize(blocks * 5), work.r_sum.resize(3 * chunks);
+        work.dense.resize(blocks * DIAGONAL), work.old.resize(blocks * 5);
         work.sums[0].resize(across * axis[0].size);
         work.sums[1].resize(vector ? 0 : down * axis[1].size);
         for (int y = 0; y < 2; y++) work.rho[y].resize(vector ? 0 : 3 * axis[y].size);
