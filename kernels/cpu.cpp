@@ -166,7 +166,7 @@ struct Work {  // shared by the threads that work on a tensor. Index 0 is for X'
 };
 
 struct Own {  // one thread's
-    alignas(64) float g[PADDED], p[PADDED], d[PADDED], m[PADDED], lane[PADDED];  // of a block's row
+    alignas(64) float g[PADDED], column[PADDED], d[PADDED], m[PADDED], lane[PADDED];  // of a block's row
     alignas(64) float x[6][PADDED];        // a row's rho (3) and vectors (3) of X, repeated
     alignas(64) float bias[2][H][PADDED];  // the features of X's and Y's vectors times W0
     float w0[DIAGONAL][H], w_axis[2][6][H], b0[H], w_last[H][2], b_last[2];  // folded
@@ -242,7 +242,7 @@ class Step {
         return own.g;
     }
 
-    // Pass 1; returns false if g must be cleaned. Column sums gather in own.p, a row's in own.lane at
+    // Pass 1; returns false if g must be cleaned. Column sums gather in own.column, a row's in own.lane at
     // column % period. The period is a multiple of C, and of W if C is small: an addition to memory
     // then seldom waits for the one before it
     bool square(const Block &b, bool clean) {
@@ -251,7 +251,7 @@ class Step {
         const long used = std::min(period, b.n) + W;
         double *old = &work.old[5 * b.id];
         Int largest{};
-        std::fill_n(own.p, b.n + W, 0.f), std::fill_n(old, 5, 0.);
+        std::fill_n(own.column, b.n + W, 0.f), std::fill_n(old, 5, 0.);
         for (long x = b.x; x < b.x1; x++) {
             const long i = row(b.q, x), at = i * N + b.j;
             const float *g = gradient(at, b.n, clean);
@@ -261,7 +261,7 @@ class Step {
                 Vec y = Lanes{b.n - j}.load(g + j);
                 Int bits = (Int)y & 0x7fffffff;
                 largest = bits > largest ? bits : largest;  // NaN and infinity exceed all numbers
-                store(own.p + j, load(own.p + j) + y * y);
+                store(own.column + j, load(own.column + j) + y * y);
                 store(own.lane + phase, load(own.lane + phase) + y * y);
                 if ((phase += W) >= period) phase -= period;
             }
@@ -272,8 +272,8 @@ class Step {
             if (relative) old[1] += total(t.V + at, b.n);
             for (int k = 0; k < 3 && relative && vector; k++) old[2 + k] += total(t.c + k * N + at, b.n);
         }
-        if (!vector) std::copy_n(own.p, b.n, &work.sums[1][(b.x / ROWS * batches + b.q) * N + b.j]);
-        old[0] = total(own.p, b.n);
+        if (!vector) std::copy_n(own.column, b.n, &work.sums[1][(b.x / ROWS * batches + b.q) * N + b.j]);
+        old[0] = total(own.column, b.n);
         Int good = (Vec)largest <= CLIP;
         for (int l = 0; l < W; l++)
             if (!good[l]) return false;
