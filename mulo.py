@@ -324,10 +324,9 @@ def advance_(
         fast = [n for n in slow if stacks[n].rows is not None]
         slow = [n for n in slow if stacks[n].rows is None]
         if fast:
-            rows, fast_grads = [stacks[n].rows for n in fast], [grads[n] for n in fast]
-            bad = kernels.step_(config, rows, fast_grads, weights.packed, values, fast)
-            for n in fast:  # the kernel writes by address: tell autograd
-                torch.autograd.graph.increment_version(stacks[n].p)
+            rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
+            fast_grads = [grads[n] for n in fast]
+            bad = kernels.step_(config, rows, params, fast_grads, weights.packed, values, fast)
     pure_step = step if backend == "literal" else folded.step
     for n in slow:
         x, g = stacks[n], grads[n]

@@ -1,7 +1,7 @@
 """The step made fast: which backend runs, and how the kernels are built, checked and called.
 
     kernels.choose("auto", config, device)      # "kernel", or "folded" and a warning that says why
-    kernels.step_(config, rows, grads, packed, values, index)
+    kernels.step_(config, rows, params, grads, packed, values, index)
 
 `folded.py` is one pure function for any device. `cpu.cpp` and `gpu.py` are kernels that store no
 features. They take a table with one `ROW` per tensor: one call steps all tensors of a model, or of
@@ -9,12 +9,11 @@ all particles in meta-training. At first use a kernel is compared with `folded` 
 it cannot be built, or differs (a feature was changed, say), `folded` runs.
 
 The C++ is compiled once per shape of the network, in seconds, and cached in the user's cache folder
-under a hash of its source, compiler, flags and the CPU's features.
+under a hash of its source, compiler and flags.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -22,13 +21,11 @@ import functools
 import hashlib
 import math
 import os
-import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,18 +39,11 @@ from kernels import folded
 
 BACKENDS = ("auto", "kernel", "folded", "literal")
 TOLERANCE = 1e-5  # of the largest update, in the check at first use
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ROW = np.dtype(
-    [
-        *((name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC")),  # see `rows`
-        *((name, "i4") for name in ("kind", "p_dtype", "g_dtype")),
-        *((name, "f4") for name in ("t", "scale", "decay", "eps")),
-        ("pad", "i4"),
-    ]
-)
-SETTINGS = np.dtype(  # what is the same for all tensors of a call: `struct Settings` of cpu.cpp
-    [(name, "f4") for name in ("lam1", "lam2", "eps_rms", "t_max", "anneal", "clip")]
-    + [(name, "i4") for name in ("eps_mode", "paper")]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels see float32
+ROW = np.dtype(  # `struct Row` of cpu.cpp
+    [(name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC")]
+    + [("kind", "i4"), *((name, "f4") for name in ("t", "scale", "decay", "eps"))],
+    align=True,
 )
 
 
@@ -101,6 +91,18 @@ def refusal(config, device: torch.device) -> str | None:
     return f"it differs from the folded step by {error:.1e} of the update"
 
 
+def random_weights(config, gen: torch.Generator, P: int = 1, T: int = 1) -> Phi:
+    """Weights, biases and decays of which none is zero, (P, T, ...); most units are active."""
+    phi = {}
+    for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
+        phi[f"w{k}"] = n**-0.5 * torch.randn(P, T, n, m, generator=gen)
+        phi[f"b{k}"] = 1 + 0.1 * torch.randn(P, T, m, generator=gen)
+    if config.net == "small_fc":
+        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        phi |= {k: 0.05 * torch.randn(P, T, n, generator=gen) for k, n in decays.items()}
+    return phi
+
+
 @torch.no_grad()
 def self_check(config, device: torch.device) -> float:
     """The largest difference from `folded` after two steps of small tensors, over the update."""
@@ -110,13 +112,7 @@ def self_check(config, device: torch.device) -> float:
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=gen)).to(device)
 
-    phi = {}
-    for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-        phi[f"w{k}"] = random(1, 1, n, m, scale=n**-0.5)
-        phi[f"b{k}"] = 1 + random(1, 1, m, scale=0.1)  # so that most units are active
-    if config.net == "small_fc":
-        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        phi |= {k: random(1, 1, n, scale=0.05) for k, n in decays.items()}
+    phi = {k: w.to(device) for k, w in random_weights(config, gen).items()}
     one = {k: w[:, 0] for k, w in phi.items()}
     values = torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1)
     for shape in ((37,), (21, 13), (6, 5, 3, 3)):
@@ -126,7 +122,8 @@ def self_check(config, device: torch.device) -> float:
         mine, mine_acc = p.clone(), Accumulators(*(x.clone() for x in acc))
         for _ in range(2):
             g = random(1, *shape, scale=0.1)
-            step_(config, [rows(mine, mine_acc, dims)], [g], pack(config, phi), values, [0])
+            table = rows(mine, mine_acc, dims)
+            step_(config, [table], [mine], [g], pack(config, phi), values, [0])
             acc, p = folded.step(config, one, acc, p, g, *values[:2, 0], dims, *values[2:, 0])
         errors.append(float((mine - p).abs().max() / (p - start).abs().max()))
     return float(np.max(errors))  # NaN if one is NaN
@@ -152,7 +149,7 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         return None  # a subclass that has no memory itself, such as DTensor
     table = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
-        table[name] = x.data_ptr() + x.stride(0) * x.element_size() * np.arange(len(p))
+        table[name] = x.data_ptr() + 4 * x.stride(0) * np.arange(len(p))
     shape = p.shape[1:]
     sizes = (), (), (), shape, ()
     if dims is not None:
@@ -161,7 +158,6 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         table["kind"] = 1 if dims[1] > dims[0] else 2
     for name, part in zip("AXBYC", sizes, strict=True):
         table[name] = math.prod(part)
-    table["p_dtype"] = DTYPES[p.dtype]
     return table
 
 
@@ -177,6 +173,7 @@ def pack(config, phi: Phi) -> Tensor:
 def step_(
     config,
     rows: list[np.ndarray],  # of T stacks, from `rows`: P rows each
+    params: list[Tensor],  # (P, *shape) each
     grads: list[Tensor],  # (P, *shape) each
     packed: Tensor,  # (P | 1, T | 1, K)
     values: Tensor,  # (4, P, T): t, scale, decay, eps_scale
@@ -184,35 +181,33 @@ def step_(
 ) -> Tensor | int:
     """Step the tensors of a table in place; returns how many gradient entries are not finite."""
     P, T = values.shape[1], len(grads)
-    grads = [g.contiguous() if g.dtype in DTYPES else g.float().contiguous() for g in grads]
     table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(T, P)
-    s, n = np.arange(P), np.array(index)[:, None]
-    table["g"] = np.array([g.data_ptr() for g in grads])[:, None]
-    table["g"] += np.array([g.stride(0) * g.element_size() for g in grads])[:, None] * s
-    table["g_dtype"] = np.array([DTYPES[g.dtype] for g in grads])[:, None]
+    offsets = table["p"] - table["p"][:, :1]  # of the P tensors of each stack, in bytes
+    grads = [g.contiguous() if g.dtype == torch.float32 else g.float().contiguous() for g in grads]
+    table["g"] = offsets + np.array([g.data_ptr() for g in grads])[:, None]
+    wide = {n: p.float() for n, p in enumerate(params) if p.dtype != torch.float32}
+    for n, p in wide.items():
+        table["p"][n] = offsets[n] + p.data_ptr()
     steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
-    table["net"] = packed.data_ptr() + steps[0] * s + steps[1] * n
+    table["net"] = packed.data_ptr() + steps[0] * np.arange(P) + steps[1] * np.array(index)[:, None]
     if T < values.shape[2]:
         values = torch.stack([values[..., k] for k in index], -1)
     values = values.transpose(1, 2).reshape(4, -1)  # as the rows are ordered
-    return LAUNCH[values.device.type](config, table.reshape(-1), values)
+    bad = LAUNCH[values.device.type](config, table.reshape(-1), values)
+    for n, p in wide.items():
+        params[n].copy_(p)
+    torch.autograd.graph.increment_version(params)  # the kernel writes by address: tell autograd
+    return bad
 
 
 def launch_cpu(config, rows: np.ndarray, values: Tensor) -> int:
     for name, x in zip(("t", "scale", "decay", "eps"), values.numpy(), strict=True):
         rows[name] = x
     numbers = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
-    mode = ("reference", "fan_in", "relative").index(config.eps)
-    numbers = *numbers, features.CLIP[config.net], mode, config.spec == "paper"
-    settings, bad = np.array(numbers, SETTINGS), ctypes.c_long(0)
-    library(config.hidden_size, config.hidden_layers, config.num_features).step(
-        ctypes.c_void_p(rows.ctypes.data),
-        ctypes.c_long(len(rows)),
-        ctypes.c_void_p(settings.ctypes.data),
-        ctypes.c_int(torch.get_num_threads()),
-        ctypes.byref(bad),
-    )
-    return bad.value
+    numbers = *numbers, config.eps == "relative", config.spec != "paper"
+    settings = (ctypes.c_float * 7)(*numbers)  # `struct Settings` of cpu.cpp
+    step = library(config.hidden_size, config.hidden_layers, config.num_features).step
+    return step(rows.ctypes, len(rows), settings, torch.get_num_threads())
 
 
 def launch_gpu(config, rows: np.ndarray, values: Tensor) -> Tensor:
@@ -230,6 +225,8 @@ LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math
 -ffp-contract=fast""".split()
+# Not -march=native: the cache may move to a lesser CPU
+MARCH = {"AVX512": ["-march=skylake-avx512"], "AVX2": ["-march=haswell"]}
 
 
 @functools.cache
@@ -239,54 +236,33 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CXX", "")) or list(installed)[:1]
     if not compiler:
         raise OSError("there is no C++ compiler: install g++")
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    march = MARCH.get(torch.backends.cpu.get_cpu_capability(), [])
     shape = f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"
-    command = [*compiler, *FLAGS, native, *shape]
+    command = [*compiler, *FLAGS, *march, *shape]
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
-    parts = "\n".join([*command, version.stdout, cpu_features(), SOURCE.read_text("utf-8")])
+    parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
     name = f"cpu-{hashlib.sha256(parts.encode()).hexdigest()[:24]}.so"
-    for folder in cache_folders():
-        with contextlib.suppress(OSError):  # missing or damaged
-            return ctypes.CDLL(str(folder / name))
-        try:
-            build(folder / name, command)
-            return ctypes.CDLL(str(folder / name))
-        except OSError as problem:  # the folder cannot be written: try the next
-            reason = problem
-    raise reason
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mulo"
+    with contextlib.suppress(OSError):  # missing or damaged
+        return ctypes.CDLL(str(cache / name))
+    return build(cache / name, command)
 
 
-def build(path: Path, command: list[str]) -> None:
-    """Compile to a file of another name, then rename: two processes may build at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
+def build(path: Path, command: list[str]) -> ctypes.CDLL:
+    """Compile in another folder and load, then rename: two processes may build at once."""
     try:
-        command = [*command, str(SOURCE), "-o", part]
-        result = subprocess.run(command, capture_output=True, text=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError:  # the cache cannot be written: this process alone has the library
+        folder = tempfile.TemporaryDirectory(prefix="mulo-")
+    with folder:
+        part = Path(folder.name, path.name)
+        result = subprocess.run([*command, SOURCE, "-o", part], capture_output=True, text=True)
         if result.returncode:
             lines = result.stderr.strip().splitlines() or ["no message"]
             error = next((line for line in lines if "error" in line), lines[0])
             raise RuntimeError(f"{command[0]} cannot compile {SOURCE.name} ({error})")
-        os.replace(part, path)
-    finally:
-        Path(part).unlink(missing_ok=True)
-
-
-def cache_folders() -> Iterator[Path]:
-    """The user's cache folder, then a temporary one, if the first cannot be written."""
-    with contextlib.suppress(RuntimeError):  # there is no home
-        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mulo"
-    folder = tempfile.TemporaryDirectory(prefix="mulo-")
-    atexit.register(folder.cleanup)
-    yield Path(folder.name)
-
-
-def cpu_features() -> str:
-    """What -march=native depends on: a cached library must not move to a lesser CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+        loaded = ctypes.CDLL(str(part))
+        with contextlib.suppress(OSError):
+            part.replace(path)
+    return loaded

@@ -30,22 +30,22 @@ def compiled(config, architecture: str) -> dict[str, list[float]]:
     sides and fold; instructions in a loop count once."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("Triton's interpreter cannot compile: unset TRITON_INTERPRET.")
-    matrix = np.array([(1, 64, 1, 64, 1, 1, 0, 0)], gpu.SHAPE)
+    matrix = np.array([1, 64, 1, 64, 1, 1])  # A, X, B, Y, C and kind
     *_, launches = gpu.planned(matrix.tobytes(), config, torch.device("cpu"))
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     measured = {}
-    for kernel, _, case, warps in launches:
+    for kernel, _, case in launches:
         signature = {name: POINTERS.get(name, "constexpr") for name in kernel.arg_names}
         where = {name: (k,) for k, name in enumerate(kernel.arg_names)}
         aligned = {where[name]: [["tt.divisibility", 16]] for name in POINTERS if name in where}
         source = ASTSource(kernel, signature, {where["CASE"]: case}, aligned)
-        code = triton.compile(source, target=target, options={"num_warps": warps})
+        code = triton.compile(source, target=target, options={"num_warps": case.warps})
         usage = read(code.asm["cubin"], "cuobjdump", "-res-usage")
         assembly = read(code.asm["cubin"], "nvdisasm", "-c")
         line = r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)"
         names = collections.Counter(re.findall(line, assembly, re.M))
         entries = case.R * case.W if kernel.__name__ in BYTES else gpu.N.value
-        each = (names.total() - names["NOP"]) * 32 * warps / entries
+        each = (names.total() - names["NOP"]) * 32 * case.warps / entries
         registers, spills = int(re.search(r"REG:(\d+)", usage)[1]), names["STL"] + names["LDL"]
         measured[kernel.__name__] = [registers, spills, code.metadata.shared, each]
     return measured

@@ -23,7 +23,6 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <system_error>
 #include <thread>
 #include <vector>
 #ifdef __AVX2__
@@ -38,23 +37,22 @@
 #endif
 
 struct Row {  // one tensor
-    void *p; const void *g; float *M, *V, *r, *c; const float *net;
+    float *p, *g, *M, *V, *r, *c; const float *net;
     int64_t A, X, B, Y, C;
-    int32_t kind;              // 0 vector; 1: r belongs to X and c to Y; 2: r to Y and c to X
-    int32_t p_dtype, g_dtype;  // 0 float32, 1 bfloat16, 2 float16
+    int32_t kind;  // 0 vector; 1: r belongs to X and c to Y; 2: r to Y and c to X
     float t, scale, decay, eps;
-    int32_t pad;
 };
 
 struct Settings {  // of one call
-    float lam1, lam2, eps_rms, t_max, anneal, clip;
-    int32_t eps_mode;  // 0 reference, 1 fan_in, 2 relative
-    int32_t paper;     // 1: time features tanh(t / x), else tanh(t / x - 1)
+    float lam1, lam2, eps_rms, t_max, anneal;
+    float relative;  // 1: epsilons are relative to the tensor's gradients
+    float shift;     // of the time features tanh(t / x - shift)
 };
 
 constexpr int W = WIDTH, H = HIDDEN, ROWS = H < 16 ? 32 : 16, COLS = std::clamp(32768 / H / W * W, 64, 1024);
 constexpr int PADDED = COLS + 2 * W;
 constexpr bool VELO = FEATURES != 39;
+constexpr float CLIP = VELO ? 1000 : 1e15f;
 // Dense features in the network's order: g, [clipped g,] p, M, V, M/sqrt(V), 1/sqrt(V), F_grad,
 // [g/sqrt(V),] F_mom; then, for vectors only, c and 1/sqrt(c)
 enum { P = 1 + VELO, M_ = P + 1, V_ = M_ + 3, M_INV = V_ + 1, INV = M_INV + 3, F_GRAD = INV + 1,
@@ -135,48 +133,7 @@ static double total(const float *x, long n) {  // for n of the order of COLS
     return total(part);
 }
 
-struct Lerp {  // torch.lerp: a + rate (b - a), or b + (rate - 1) (b - a) for rates above 1/2
-    Int low; float weight;
-    Lerp(float rate) : low(Int{} - (rate < 0.5f)), weight(rate < 0.5f ? rate : rate - 1) {}
-    Vec operator()(Vec a, Vec b) const { return (low ? a : b) + weight * (b - a); }
-};
-
-// ---- bfloat16 and float16, rounded to nearest even ----
-
-static inline float to_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-static inline uint32_t to_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-
-static inline float from_half(uint16_t half) {
-    uint32_t x = (half & 0x7fffu) << 13, bias = x < 31u << 23 ? 112 : 224;  // 224: infinity, NaN
-    float y = x < 1u << 23 ? to_float(x + (113u << 23)) - 0x1p-14f : to_float(x + (bias << 23));
-    return half & 0x8000 ? -y : y;
-}
-
-static inline uint16_t to_half(float y) {
-    uint32_t x = to_bits(y) & 0x7fffffff, z = (x - (112u << 23) + 0xfff + (x >> 13 & 1)) >> 13;
-    if (x < 113u << 23) z = to_bits(to_float(x) + 0.5f) - to_bits(0.5f);  // subnormal
-    if (x >= 0x477ff000) z = x > 0x7f800000 ? 0x7e00 : 0x7c00;            // NaN, infinity
-    return z | (to_bits(y) >> 16 & 0x8000);
-}
-
-static inline uint16_t to_bfloat(float y) {
-    return y != y ? 0x7fc0 : (to_bits(y) + 0x7fff + (to_bits(y) >> 16 & 1)) >> 16;
-}
-
-// x[at : at + n] as float32: where it is, or in `copy`
-static float *widen(const void *x, int dtype, long at, long n, float *copy) {
-    const uint16_t *y = (const uint16_t *)x + at;
-    if (dtype == 0) return (float *)x + at;
-    if (dtype == 1) for (long i = 0; i < n; i++) copy[i] = to_float(uint32_t(y[i]) << 16);
-    if (dtype == 2) for (long i = 0; i < n; i++) copy[i] = from_half(y[i]);
-    return copy;
-}
-
-static void narrow(void *x, int dtype, long at, long n, const float *copy) {  // and back
-    uint16_t *y = (uint16_t *)x + at;
-    if (dtype == 1) for (long i = 0; i < n; i++) y[i] = to_bfloat(copy[i]);
-    if (dtype == 2) for (long i = 0; i < n; i++) y[i] = to_half(copy[i]);
-}
+static inline Vec lerp(Vec a, Vec b, float rate) { return a + rate * (b - a); }
 
 // ---- threads: all run the same code and share the iterations of `each` ----
 
@@ -201,23 +158,20 @@ struct Team {
 struct Work {  // shared by the threads that work on a tensor. Index 0 is for X's vectors, 1 for Y's
     std::vector<float> sums[2];  // of g^2 by block: (column block, rows * C), (row block, A * B * N)
     std::vector<float> rho[2];   // factors of F_grad and F_mom: (3, rows * C), (3, A * B * N)
-    std::vector<double> r_sum;   // of r: (chunk, 3)
     std::vector<double> old;     // sums of g^2, and of V and c before the step: (block, 5)
     std::vector<double> dense;   // sums of squares of the dense features: (block, features)
     double squares[2][6];        // sums of squares of r or c (3) and of 1/sqrt(r or c) (3)
     std::atomic<bool> dirty;     // g has entries that must be cleaned
-    std::atomic<long> bad{0};
+    std::atomic<int> bad{0};     // how many of them are not finite, in all tensors
 };
 
 struct Own {  // one thread's
-    alignas(64) float g[PADDED], p[PADDED], d[PADDED], m[PADDED], lane[PADDED];  // of a block's row
+    alignas(64) float g[PADDED], column[PADDED], d[PADDED], m[PADDED], lane[PADDED];  // of a block's row
     alignas(64) float x[6][PADDED];        // a row's rho (3) and vectors (3) of X, repeated
     alignas(64) float bias[2][H][PADDED];  // the features of X's and Y's vectors times W0
     float w0[DIAGONAL][H], w_axis[2][6][H], b0[H], w_last[H][2], b_last[2];  // folded
     double mean[COLS];
     std::vector<float> unit;
-    const float *net = nullptr;  // the network and the time that `timed` is for: b0 plus time features
-    float t = 0, timed[H];
 };
 
 // ---- the network: y = [relu](x w + bias) for w (N, M), G outputs at a time in K partial sums ----
@@ -261,12 +215,12 @@ class Step {
     Team &team; const Settings &s; const Row t; Work &work; Own &own;
     const long N = t.Y * t.C, rows = t.A * t.X * t.B, batches = t.A * t.B, size = rows * N;
     const long down = (t.X + ROWS - 1) / ROWS, across = (N + COLS - 1) / COLS, blocks = batches * down * across;
-    const bool vector = t.kind == 0, relative = s.eps_mode == 2;
+    const bool vector = t.kind == 0, relative = s.relative;
     const Axis axis[2] = {{t.kind == 1 ? t.r : t.c, rows * t.C, t.A, t.X, t.B * t.C, t.kind == 1},
                           {t.kind == 1 ? t.c : t.r, batches * N, batches, t.Y, t.C, t.kind == 2}};
     const long chunks_x = (axis[0].size + COLS - 1) / COLS, chunks = chunks_x + (axis[1].size + COLS - 1) / COLS;
     const float *const net = t.net, *const w0 = net + 7, *const b0 = w0 + FEATURES * H, *const w1 = b0 + H;
-    const Lerp to_M[3] = {net[0], net[1], net[2]}, to_V{net[3]}, to_rc[3] = {net[4], net[5], net[6]};
+    const float *const rate_M = net, rate_V = net[3], *const rate_rc = net + 4;
     const float e6 = 1e-6f * t.eps, e8 = 1e-8f * t.eps, e9 = 1e-9f * t.eps, floor_q = relative ? 0 : 1e-30f * t.eps;
     bool dirty = false;
     // Features are per_V V, M / sqrt(V + eps_M), 1 / sqrt(V + eps_V), and of r (or c) per_r r and
@@ -281,35 +235,33 @@ class Step {
 
     long row(long q, long x) const { return (q / t.B * t.X + x) * t.B + q % t.B; }
 
-    // g[at : at + n] as float32, cleaned if need be; adds the number of non-finite entries to `bad`
-    const float *gradient(long at, long n, bool clean, long &bad) {
-        const float *g = widen(t.g, t.g_dtype, at, n, own.g);
-        for (long i = 0; i < n && clean; i++) {
-            bad += !std::isfinite(g[i]);
-            own.g[i] = std::isfinite(g[i]) ? std::clamp(g[i], -s.clip, s.clip) : 0;
-        }
-        return clean ? own.g : g;
+    const float *gradient(long at, long n, bool clean) {  // g[at : at + n], cleaned if need be
+        const float *g = t.g + at;
+        if (!clean) return g;
+        for (long i = 0; i < n; i++) own.g[i] = std::isfinite(g[i]) ? std::clamp(g[i], -CLIP, CLIP) : 0;
+        return own.g;
     }
 
-    // Pass 1; returns false if g must be cleaned. Column sums gather in own.p, a row's in own.lane at
+    // Pass 1; returns false if g must be cleaned. Column sums gather in own.column, a row's in own.lane at
     // column % period. The period is a multiple of C, and of W if C is small: an addition to memory
     // then seldom waits for the one before it
     bool square(const Block &b, bool clean) {
-        long period = t.C, bad = 0;
+        long period = t.C;
         while (t.C < 128 && (period % W || period < 4 * W)) period *= 2;
         const long used = std::min(period, b.n) + W;
         double *old = &work.old[5 * b.id];
         Int largest{};
-        std::fill_n(own.p, b.n + W, 0.f), std::fill_n(old, 5, 0.);
+        std::fill_n(own.column, b.n + W, 0.f), std::fill_n(old, 5, 0.);
         for (long x = b.x; x < b.x1; x++) {
             const long i = row(b.q, x), at = i * N + b.j;
-            const float *g = gradient(at, b.n, clean, bad);
+            const float *g = gradient(at, b.n, clean);
+            for (long j = 0; j < b.n && clean; j++) work.bad += !std::isfinite(t.g[at + j]);
             std::fill_n(own.lane, used, 0.f);
             for (long j = 0, phase = 0; j < b.n; j += W) {
                 Vec y = Lanes{b.n - j}.load(g + j);
                 Int bits = (Int)y & 0x7fffffff;
                 largest = bits > largest ? bits : largest;  // NaN and infinity exceed all numbers
-                store(own.p + j, load(own.p + j) + y * y);
+                store(own.column + j, load(own.column + j) + y * y);
                 store(own.lane + phase, load(own.lane + phase) + y * y);
                 if ((phase += W) >= period) phase -= period;
             }
@@ -320,12 +272,12 @@ class Step {
             if (relative) old[1] += total(t.V + at, b.n);
             for (int k = 0; k < 3 && relative && vector; k++) old[2 + k] += total(t.c + k * N + at, b.n);
         }
-        if (!vector) std::copy_n(own.p, b.n, &work.sums[1][(b.x / ROWS * batches + b.q) * N + b.j]);
-        old[0] = total(own.p, b.n);
-        work.bad += bad;
-        uint32_t most = 0;
-        for (int l = 0; l < W; l++) most = std::max<uint32_t>(most, largest[l]);
-        return most <= to_bits(s.clip);
+        if (!vector) std::copy_n(own.column, b.n, &work.sums[1][(b.x / ROWS * batches + b.q) * N + b.j]);
+        old[0] = total(own.column, b.n);
+        Int good = (Vec)largest <= CLIP;
+        for (int l = 0; l < W; l++)
+            if (!good[l]) return false;
+        return true;
     }
 
     // r and c: the mean of g^2 from the sums of blocks, then a lerp for each decay
@@ -341,22 +293,23 @@ class Step {
             float *v = x.v + k * x.size + at;
             for (long j = 0; j < n; j += W) {
                 Lanes in{n - j};
-                in.store(v + j, to_rc[k](in.load(v + j), load(own.g + j) + floor_q));
+                in.store(v + j, lerp(in.load(v + j), load(own.g + j) + floor_q, rate_rc[k]));
             }
-            work.r_sum[3 * chunk + k] = x.is_r ? total(v, n) : 0;
         }
     }
 
     void epsilons() {  // those of mode "relative" follow from the means of V and r
         std::fill_n(floor_c, 3, vector ? FLT_MIN : e9);
         if (!relative) return;
-        double old[5] = {}, r_sum[3] = {};
+        const Axis &x = axis[t.kind == 2];  // of r
+        double old[5] = {};
         for (long i = 0; i < 5 * blocks; i++) old[i % 5] += work.old[i] / size;
-        for (long i = 0; i < 3 * chunks && !vector; i++) r_sum[i % 3] += work.r_sum[i];
-        float V = old[1] + net[3] * (old[0] - old[1]);
+        float V = old[1] + rate_V * (old[0] - old[1]);
         per_V = 1 / safe(V), eps_M = safe(V, 1e-8f), eps_V = safe(V, 1e-2f);
         for (int k = 0; k < 3; k++) {
-            float r = vector ? old[2 + k] + net[4 + k] * (old[0] - old[2 + k]) : r_sum[k] / axis[t.kind == 2].size;
+            double sum = 0;
+            for (long i = 0; i < x.size && !vector; i++) sum += x.v[k * x.size + i];
+            float r = vector ? old[2 + k] + rate_rc[k] * (old[0] - old[2 + k]) : sum / x.size;
             per_r[k] = 1 / safe(r), eps_r[k] = safe(r, 1e-2f), floor_c[k] = safe(r, 1e-8f);
         }
     }
@@ -394,7 +347,7 @@ class Step {
     template <bool Vector, bool Second>
     inline void features(Vec *X, Lanes in, long at, Vec g, Vec p, const float *rho_x, const float *rho_y) {
         Vec V = in.load(t.V + at), q = g * g;
-        if (Second) V = to_V(V, q), in.store(t.V + at, V);
+        if (Second) V = lerp(V, q, rate_V), in.store(t.V + at, V);
         Vec inv_M = rsqrt(V + eps_M), inv_V = relative ? rsqrt(V + eps_V) : inv_M;
         X[0] = g, X[P] = p, X[V_] = V * per_V, X[INV] = in.only(inv_V);
         if (VELO) X[1] = g > 0.1f ? all(0.1f) : g < -0.1f ? all(-0.1f) : g;
@@ -402,10 +355,10 @@ class Step {
         for (int k = 0; k < 3; k++) {
             const long at_k = k * size + at;
             Vec M = in.load(t.M + at_k), rho, rho_M;
-            if (Second) M = to_M[k](M, g), in.store(t.M + at_k, M);
+            if (Second) M = lerp(M, g, rate_M[k]), in.store(t.M + at_k, M);
             if (Vector) {
                 Vec c = in.load(t.c + at_k);
-                if (Second) c = to_rc[k](c, q + floor_q), in.store(t.c + at_k, c), in.store(t.r + at_k, c);
+                if (Second) c = lerp(c, q + floor_q, rate_rc[k]), in.store(t.c + at_k, c), in.store(t.r + at_k, c);
                 rho = rsqrt(maximum(c + add_grad, all(floor_c[k])));
                 rho_M = rsqrt(maximum(c + add_mom, all(floor_c[k])));
                 X[DENSE + k] = in.only(c * per_r[k]), X[DENSE + 3 + k] = in.only(rsqrt(c + eps_r[k]));
@@ -459,7 +412,6 @@ class Step {
         const long period = std::min<long>(t.C, COLS), wrap = W % period, y = b.q * N + b.j, n = b.n;
         const long ahead = across > 1 && !Vector ? N * t.B : 512;  // entries to prefetch
         Vec sums[D] = {};
-        long bad = 0;
         if (!Vector && !Second) products(true, axis[1].v + y, axis[1].size, n);
         for (long x = b.x; x < b.x1; x++) {
             const long i = row(b.q, x), at = i * N + b.j;
@@ -468,17 +420,12 @@ class Step {
                 if (!Second) repeat(axis[0].v + k * axis[0].size + i * t.C, b.j, own.x[3 + k]);
             }
             if (!Vector && !Second) products(false, own.x[3], PADDED, period + W - 1);
-            const float *g = gradient(at, n, dirty, bad), *rho_y = work.rho[1].data() + y;
-            float *p = widen(t.p, t.p_dtype, at, n, own.p);
+            const float *g = gradient(at, n, dirty), *rho_y = work.rho[1].data() + y;
+            float *p = t.p + at;
             Vec X[D], part[D] = {};
             for (long j = 0, phase = 0; j < n; j += W) {
-                const long next = at + j + ahead;
-                for (int k = 0; k < 3; k++) {
-                    __builtin_prefetch(t.M + k * size + next);
-                    if (Vector) __builtin_prefetch(t.c + k * size + next);
-                    if (Vector && Second) __builtin_prefetch(t.r + k * size + next, 1);
-                }
-                for (const float *x : {t.V + at, p, (float *)g}) __builtin_prefetch(x + j + ahead);
+                for (const float *x : {t.M, t.M + size, t.M + 2 * size, t.V, t.p, t.g})
+                    __builtin_prefetch(x + at + j + ahead);
                 Lanes in{n - j};
                 features<Vector, Second>(X, in, at + j, in.load(g + j), in.load(p + j), own.x[0] + phase, rho_y + j);
                 for (int k = 0; k < D && Second; k++) part[k] += X[k] * X[k];
@@ -490,7 +437,6 @@ class Step {
                 Vec old = Lanes{n - j}.load(p + j), update = load(own.d + j) * exp(load(own.m + j));
                 Lanes{n - j}.store(p + j, old - t.decay * old - update);
             }
-            if (!Second && t.p_dtype) narrow(t.p, t.p_dtype, at, n, p);
         }
         for (int k = 0; k < D && Second; k++) work.dense[b.id * D + k] = total(sums[k]);
     }
@@ -499,17 +445,6 @@ class Step {
         float ms = float(sum) / n;
         if (relative || s.eps_rms == 0) return ms <= 1e-28f ? 0 : 1 / std::sqrt(ms);
         return 1 / std::sqrt(ms + s.eps_rms * t.eps);
-    }
-
-    void add_time() {  // own.timed, which the next tensor may use too
-        if (own.net == net && own.t == t.t) return;
-        own.net = net, own.t = t.t;
-        std::copy_n(b0, H, own.timed);
-        const float *w = w0 + (FEATURES - 11) * H;
-        for (float x : {1.f, 3.f, 10.f, 30.f, 100.f, 300.f, 1e3f, 3e3f, 1e4f, 3e4f, 1e5f}) {
-            float feature = std::tanh(std::min(t.t, s.t_max) / x - (s.paper ? 0 : 1));
-            for (int h = 0; h < H; h++) own.timed[h] += feature * *w++;
-        }
     }
 
     // The first layer with 1 / RMS of the features in it, the last one with lambdas and scale. The
@@ -530,17 +465,23 @@ class Step {
             float norm = inverse_rms(work.squares[y][k], axis[y].size) * (k < 3 ? per_r[k] : 1);
             for (int h = 0; h < H; h++) own.w_axis[y][k][h] = norm * w0[at * H + h];
         }
-        if (!VELO) add_time();
-        std::copy_n(VELO ? b0 : own.timed, H, own.b0);
-        float pace = !VELO && s.anneal != 0 && t.t > s.t_max ? std::pow(s.t_max / t.t, s.anneal) : 1;
-        const float *w = w1 + (LAYERS - 1) * (H * H + H), scale[2] = {s.lam1 * t.scale * pace, s.lam2};
+        std::copy_n(b0, H, own.b0);
+        const float *w = w0 + (FEATURES - 11) * H;
+        for (float x : {1.f, 3.f, 10.f, 30.f, 100.f, 300.f, 1e3f, 3e3f, 1e4f, 3e4f, 1e5f}) {
+            if (VELO) break;
+            float feature = std::tanh(std::min(t.t, s.t_max) / x - s.shift);
+            for (int h = 0; h < H; h++) own.b0[h] += feature * *w++;
+        }
+        float pace = !VELO && t.t > s.t_max ? std::pow(s.t_max / t.t, s.anneal) : 1;
+        w = w1 + (LAYERS - 1) * (H * H + H);
+        const float scale[2] = {s.lam1 * t.scale * pace, s.lam2};
         for (int i = 0; i < 2 * H; i++) own.w_last[i / 2][i % 2] = scale[i % 2] * w[i];
         for (int i = 0; i < 2; i++) own.b_last[i] = scale[i] * w[2 * H + i];
     }
 
     void make_room() {
         work.dirty = false;
-        work.dense.resize(blocks * DIAGONAL), work.old.resize(blocks * 5), work.r_sum.resize(3 * chunks);
+        work.dense.resize(blocks * DIAGONAL), work.old.resize(blocks * 5);
         work.sums[0].resize(across * axis[0].size);
         work.sums[1].resize(vector ? 0 : down * axis[1].size);
         for (int y = 0; y < 2; y++) work.rho[y].resize(vector ? 0 : 3 * axis[y].size);
@@ -569,8 +510,8 @@ static double cost(const Row &t) {  // about the number of multiplications
     return double(t.A * t.X * t.B * t.Y * t.C) * (100 + DENSE * H + (LAYERS - 1) * H * H);
 }
 
-// Adds the number of gradient entries that are not finite to *bad
-extern "C" void step(const Row *table, long count, const Settings *settings, int threads, long *bad) {
+// Returns the number of gradient entries that are not finite
+extern "C" int step(const Row *table, int count, const Settings *settings, int threads) {
     std::vector<const Row *> small, large;  // one thread works on a small tensor, all on a large one
     double work = 0;
     for (const Row *t = table; t < table + count; work += cost(*t++))
@@ -578,10 +519,8 @@ extern "C" void step(const Row *table, long count, const Settings *settings, int
     threads = std::clamp<double>(work / 2.5e6, 1, std::max(1, threads));
     Team::Shared shared;
     Work together;
-    std::atomic<int> size{0};  // of the team: known once all threads have been started
     auto run = [&] {
-        while (!size) std::this_thread::yield();
-        Team team{size, &shared}, alone;
+        Team team{threads, &shared}, alone;
         Work apart;
         auto own = std::make_unique<Own>();
         for (const Row *t : large) Step(team, *settings, *t, together, *own).run();
@@ -589,12 +528,8 @@ extern "C" void step(const Row *table, long count, const Settings *settings, int
         together.bad += apart.bad;
     };
     std::vector<std::thread> others;
-    try {
-        for (int i = 1; i < threads; i++) others.emplace_back(run);
-    } catch (const std::system_error &) {  // the system has no more: those that started do the work
-    }
-    size = others.size() + 1;
+    for (int i = 1; i < threads; i++) others.emplace_back(run);
     run();
     for (std::thread &other : others) other.join();
-    *bad += together.bad;
+    return together.bad;
 }

@@ -2,8 +2,7 @@
 
     bad = step_(config, rows, values)  # one row per tensor, see kernels.ROW
 
-A step is six passes, each one launch for all tensors (one for each pair of dtypes of p and g). No
-feature of an entry is stored.
+A step is six passes, each one launch for all tensors. No feature of an entry is stored.
 
     means       partial sums of g^2 along rows and columns        reads g
     factor      r and c move towards the means                    reads and writes r, c
@@ -31,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from collections import namedtuple
 
@@ -44,13 +42,11 @@ from torch import Tensor
 from features import send
 
 N = tl.constexpr(128)  # entries of a block of a side
-MEANS_TILE = (32, 64, 4)  # rows, columns and warps
-MEANS_R, MEANS_W = (tl.constexpr(n) for n in MEANS_TILE[:2])
+MEANS_R, MEANS_W = tl.constexpr(32), tl.constexpr(64)  # rows and columns of a tile in `means`
 TIMESCALES = tl.constexpr((1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000))
 TINY, INFINITY = tl.constexpr(1e-28), tl.constexpr(math.inf)
 NORMAL = tl.constexpr(1.2e-38)  # of smaller floats a GPU's 1/sqrt is infinite
 FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-DTYPES = (tl.float32, tl.bfloat16, tl.float16)
 # Columns of the plan: places in `work`; those of the y side follow those of the x side.
 PARTS, VALUES, OUT, SUMS = (tl.constexpr(k) for k in (0, 2, 4, 6))
 SQUARES, V_SUMS, FOLDED, SQUARES_N, V_SUMS_N = (tl.constexpr(k) for k in range(8, 13))
@@ -66,17 +62,16 @@ class Case:
     """What a kernel is compiled for."""
 
     config: object  # mulo.LOConfig
-    p_type: tl.dtype = tl.float32
-    g_type: tl.dtype = tl.float32
-    R: int = 8
+    R: int = 8  # rows and columns of a tile, and its warps
     W: int = 64
+    warps: int = 4
 
     velo = property(lambda case: case.config.net == "velo")
     relative = property(lambda case: case.config.eps == "relative")
     safe_rms = property(lambda case: case.relative or case.config.eps_rms == 0)
     clip = property(lambda case: 1000.0 if case.velo else 1e15)
     shift = property(lambda case: 0.0 if case.config.spec == "paper" else 1.0)
-    t_max = property(lambda case: math.inf if case.config.t_max is None else case.config.t_max)
+    t_max = property(lambda case: case.config.t_max or math.inf)
     anneals = property(lambda case: case.t_max < math.inf and not case.velo)
     F = property(lambda case: case.config.num_features)
     D = property(lambda case: {39: 16, 30: 18, 29: 17}[case.F])  # dense features
@@ -90,16 +85,17 @@ class Case:
 def job(rows, plan, index, work):
     """A program's tensor, and its job: two numbers."""
     index += 3 * tl.program_id(0)
-    at = rows + 16 * tl.load(index)
-    f, kind = at.to(FLOATS, bitcast=True) + 27, at.to(tl.pointer_type(tl.int32), bitcast=True) + 24
+    at = rows + 15 * tl.load(index)
+    f, kind = at.to(FLOATS, bitcast=True) + 25, at.to(tl.pointer_type(tl.int32), bitcast=True) + 24
     A, X, B = tl.load(at + 7), tl.load(at + 8), tl.load(at + 9)
     Y, C = tl.load(at + 10), tl.load(at + 11)
     row = Row(
-        tl.load(at), tl.load(at + 1), tl.load(at + 2).to(FLOATS), tl.load(at + 3).to(FLOATS),
+        tl.load(at).to(FLOATS), tl.load(at + 1).to(FLOATS),
+        tl.load(at + 2).to(FLOATS), tl.load(at + 3).to(FLOATS),
         tl.load(at + 4), tl.load(at + 5), tl.load(at + 6).to(FLOATS),
         A.to(tl.int32), X.to(tl.int32), B.to(tl.int32), Y.to(tl.int32), C.to(tl.int32),
         tl.load(kind), tl.load(f), tl.load(f + 1), tl.load(f + 2), tl.load(f + 3),
-        A * X * B * Y * C, plan + 16 * tl.load(index), work,
+        A * X * B * Y * C, plan + 13 * tl.load(index), work,
     )  # fmt: skip
     return row, tl.load(index + 1), tl.load(index + 2)
 
@@ -110,11 +106,9 @@ def place(row, column):
 
 
 @triton.jit
-def gradient(row, at, ok, CASE: tl.constexpr):
-    """g, and g with NaN and infinities taken as 0, clipped."""
-    g = tl.load(row.g.to(tl.pointer_type(CASE.g_type)) + at, ok, 0.0).to(tl.float32)
-    clipped = tl.minimum(tl.maximum(g, -CASE.clip), CASE.clip)
-    return g, tl.where(tl.abs(g) < INFINITY, clipped, 0.0)
+def clean(g, CASE: tl.constexpr):
+    """g, clipped, with NaN and infinities taken as 0."""
+    return tl.where(tl.abs(g) < INFINITY, tl.minimum(tl.maximum(g, -CASE.clip), CASE.clip), 0.0)
 
 
 @triton.jit
@@ -145,8 +139,9 @@ def total(ptr, count, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def means(rows, plan, index, work, CASE: tl.constexpr):
-    """Sums of g^2 over the columns and over the rows of a tile, at each index of C."""
+def means(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
+    """Sums of g^2 over the columns and over the rows of a tile, at each index of C; how many
+    entries of g are not finite."""
     row, b, _0 = job(rows, plan, index, work)
     across, down = tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R)
     ti, tj, batch = b // across % down, b % across, b // (across * down)
@@ -157,9 +152,10 @@ def means(rows, plan, index, work, CASE: tl.constexpr):
     batches = row.A * row.B * row.C
     x_part = place(row, PARTS) + tj * (batches * row.X) + x_at
     y_part = place(row, PARTS + 1) + ti * (batches * row.Y) + (batch * row.Y + j) * row.C
-    V_sum = 0.0
+    V_sum, bad = 0.0, tl.zeros([MEANS_R, MEANS_W], tl.int32)
     for c in range(row.C):
-        _raw, g = gradient(row, at + c, ok, CASE)
+        raw = tl.load(row.g + at + c, ok, 0.0)
+        bad, g = bad + tl.where(tl.abs(raw) < INFINITY, 0, 1), clean(raw, CASE)
         tl.store(x_part + c, tl.sum(g * g, 1), i < row.X)
         tl.store(y_part + c, tl.sum(g * g, 0), j < row.Y)
         if CASE.relative:  # these epsilons need the mean of the new V
@@ -167,6 +163,8 @@ def means(rows, plan, index, work, CASE: tl.constexpr):
             V_sum += tl.sum(v + tl.load(row.net + 3) * (g * g - v))
     if CASE.relative:
         tl.store(place(row, V_SUMS) + b, V_sum)
+    count = tl.sum(bad)
+    tl.atomic_add(bad_ptr, count.to(tl.int64), mask=count > 0)
 
 
 @triton.jit
@@ -247,7 +245,7 @@ def sides(rows, plan, index, work, CASE: tl.constexpr):
 @triton.jit
 def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
     """The dense features of tile b; where its entries lie in the tensor and on the sides, and which
-    of them exist; p; which entries of g are not finite. With MOVE, M and V are updated."""
+    of them exist; p. With MOVE, M and V are updated."""
     R: tl.constexpr = CASE.R
     W: tl.constexpr = CASE.W
     matrix = row.kind > 0
@@ -262,8 +260,8 @@ def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
     x_at = (x * row.C)[:, None] + (j % row.C)[None, :]
     y_at = tl.where(matrix, (batch * width + j)[None, :], at)
 
-    raw, g = gradient(row, at, ok, CASE)
-    p = tl.load(row.p.to(tl.pointer_type(CASE.p_type)) + at, ok, 0.0).to(tl.float32)
+    g = clean(tl.load(row.g + at, ok, 0.0), CASE)
+    p = tl.load(row.p + at, ok, 0.0)
     v = tl.load(row.V + at, ok, 0.0)
     if MOVE:
         v += tl.load(row.net + 3) * (g * g - v)
@@ -294,26 +292,24 @@ def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
     if CASE.D == 18:
         g_by_V = (g * inv_M,)
     x = (g,) + clipped + (p,) + M + (v,) + M_by_V + inv_V + F_grad + g_by_V + F_mom
-    return x, at, x_at, y_at, ok, p, tl.where(tl.abs(raw) < INFINITY, 0, 1)
+    return x, at, x_at, y_at, ok, p
 
 
 @triton.jit
-def accumulate(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
+def accumulate(rows, plan, index, work, CASE: tl.constexpr):
     """M and V of a few tiles; sums of squares of their dense features."""
     row, program, tiles = job(rows, plan, index, work)
-    sums, bad = (), tl.full([CASE.R, CASE.W], 0, tl.int32)
+    sums = ()
     for _ in tl.static_range(tl.constexpr(CASE.D)):
         sums = sums + (tl.full([CASE.R, CASE.W], 0.0, tl.float32),)
     for b in range(program * tiles, program * tiles + tiles):
-        x, _at, _x_at, _y_at, _ok, _p, more = dense_features(row, b, True, CASE)
+        x, _at, _x_at, _y_at, _ok, _p = dense_features(row, b, True, CASE)
         new = ()
         for k in tl.static_range(tl.constexpr(CASE.D)):
             new = new + (sums[k] + x[k] * x[k],)
-        sums, bad = new, bad + more
+        sums = new
     for k in tl.static_range(tl.constexpr(CASE.D)):
         tl.store(place(row, SQUARES) + program * CASE.D + k, tl.sum(sums[k]))
-    count = tl.sum(bad)
-    tl.atomic_add(bad_ptr, count.to(tl.int64), mask=count > 0)
 
 
 @triton.jit
@@ -434,78 +430,69 @@ def large_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
 def update(rows, plan, index, work, CASE: tl.constexpr):
     """theta <- theta - scale lam1 d exp(lam2 m) - decay theta, in a tile."""
     row, b, _0 = job(rows, plan, index, work)
-    x, at, x_at, y_at, ok, p, _ = dense_features(row, b, False, CASE)
+    x, at, x_at, y_at, ok, p = dense_features(row, b, False, CASE)
     if CASE.H > 8:
         d, m = large_network(row, x, x_at, y_at, ok, CASE)
     else:
         d, m = small_network(row, x, x_at, y_at, ok, CASE)
     scale = CASE.config.lam1 * row.scale
     if CASE.anneals:
-        pace = tl.exp(CASE.config.anneal * tl.log(CASE.t_max / row.t))
-        scale *= tl.where(row.t > CASE.t_max, pace, 1.0)
+        late = CASE.t_max / tl.maximum(row.t, CASE.t_max)
+        scale *= tl.exp(CASE.config.anneal * tl.log(late))
     p = p - scale * d * tl.exp(CASE.config.lam2 * m) - row.decay * p
-    tl.store(row.p.to(tl.pointer_type(CASE.p_type)) + at, p.to(CASE.p_type), ok)
+    tl.store(row.p + at, p, ok)
 
 
-# Rows, columns and warps of a tile: of `accumulate`, and of `update` by padded hidden size. Chosen
-# such that no kernel spills registers (see ahead.py).
-ACCUMULATE_TILE = (8, 64, 4)
-UPDATE_TILES = dict.fromkeys((1, 2, 4, 8), (8, 64, 4)) | dict.fromkeys((16, 32), (4, 32, 4))
-UPDATE_TILES[64] = (1, 32, 8)
 PROGRAMS = 1024  # enough to fill a GPU: a program of `accumulate` has several tiles beyond that
-SHAPE = np.dtype([(k, "i8") for k in "AXBYC"] + [(k, "i4") for k in ("kind", "p_dtype", "g_dtype")])
 
 
 @functools.lru_cache(maxsize=64)
 def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, list[tuple]]:
-    """For tensors of these shapes, kinds and dtypes (SHAPE, one per tensor): the kernels' plan, the
-    size of `work`, and the launches: kernel, index (programs, 3), case and warps of each."""
-    shape, case, launches = np.frombuffer(shapes, SHAPE), Case(config), []
-    A, X, B, Y, C = (shape[k] for k in "AXBYC")
-    matrix, n = shape["kind"] > 0, A * B * C * np.stack([X, Y])  # entries of the sides
-    if max(np.max(A * X * B * Y * C, initial=0), case.HP * n.max(initial=0)) > 2**31 - 2**16:
+    """For tensors of these shapes (A, X, B, Y, C, kind, int64 each): the kernels' plan, the size of
+    `work`, and the launches: kernel, index (programs, 3) and case of each."""
+    A, X, B, Y, C, kind = np.frombuffer(shapes, np.int64).reshape(-1, 6).T
+    matrix, n = kind > 0, A * B * C * np.stack([X, Y])  # entries of the sides
+    case = Case(config)
+    # Chosen such that no kernel spills registers (see ahead.py)
+    tile = (8, 64, 4) if case.HP <= 8 else (4, 32, 4) if case.HP <= 32 else (1, 32, 8)
+    update_case = Case(config, *tile)
+    if max(np.max(A * X * B * Y * C), case.HP * n.max()) > 2**31 - 2**16:
         raise ValueError("A tensor is too large for offsets of 32 bits: use backend='folded'.")
     blocks = A * B * C * triton.cdiv(np.stack([X * matrix, Y]), N)
     parts = np.stack([triton.cdiv(Y, MEANS_W), triton.cdiv(X, MEANS_R)])
 
-    def tiles(R: int, W: int, warps: int) -> np.ndarray:
-        of_matrix = A * B * triton.cdiv(X, R) * triton.cdiv(Y * C, W)
-        return np.where(matrix, of_matrix, triton.cdiv(Y, R * W))
+    def tiles(case: Case) -> np.ndarray:
+        of_matrix = A * B * triton.cdiv(X, case.R) * triton.cdiv(Y * C, case.W)
+        return np.where(matrix, of_matrix, triton.cdiv(Y, case.R * case.W))
 
-    means_tiles, update_tile = A * B * parts.prod(0), UPDATE_TILES[case.HP]
-    each = min(8, max(1, tiles(*ACCUMULATE_TILE).sum() // PROGRAMS))  # tiles of a program
-    programs = triton.cdiv(tiles(*ACCUMULATE_TILE), each)
+    means_tiles = A * B * parts.prod(0)
+    each = min(8, max(1, tiles(case).sum() // PROGRAMS))  # tiles of a program
+    programs = triton.cdiv(tiles(case), each)
     sizes = [*(n * parts), *(n * 12), *(n * case.HP), *(blocks * 9), programs * case.D]
     sizes = np.stack([*sizes, means_tiles, 0 * Y + case.D * case.HP + 4])
     sizes = triton.cdiv(sizes, 4)  # places are multiples of 16 bytes
-    plan = np.zeros((len(shape), 16), np.int64)
-    plan[:, : len(sizes)] = (sizes.cumsum().reshape(sizes.shape) - sizes).T
-    plan[:, SQUARES_N.value], plan[:, V_SUMS_N.value] = programs, means_tiles
+    places = sizes.cumsum().reshape(sizes.shape) - sizes
+    plan = np.stack([*places, programs, means_tiles], 1)  # SQUARES_N and V_SUMS_N are the last
 
-    def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tensor k repeated counts[k] times, and the numbers 0, 1, ... within each tensor."""
-        first = np.repeat(counts.cumsum() - counts, counts)
-        return np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - first
+    def index(*jobs: tuple) -> Tensor:
+        """(programs, 3), from counts of each tensor's programs, and its job: two numbers, of which
+        None counts the programs."""
+        columns = []
+        for counts, *job in jobs:
+            k = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+            job = (k if x is None else x for x in job)
+            columns.append(np.broadcast_arrays(np.repeat(np.arange(len(A)), counts), *job))
+        return torch.from_numpy(np.hstack(columns).T.astype(np.int32, order="C")).to(device)
 
-    def launch(kernel, *jobs: tuple, warps: int = 4, **of_case) -> None:
-        index = np.concatenate([np.stack(np.broadcast_arrays(*columns), 1) for columns in jobs])
-        if len(index):
-            index = torch.from_numpy(index.astype(np.int32)).to(device)
-            launches.append((kernel, index, dataclasses.replace(case, **of_case), warps))
-
-    def launch_tiles(kernel, counts: np.ndarray, each: int, R: int, W: int, warps: int) -> None:
-        for (p, p_type), (g, g_type) in itertools.product(enumerate(DTYPES), repeat=2):
-            which = (shape["p_dtype"] == p) & (shape["g_dtype"] == g)
-            of_case = dict(p_type=p_type, g_type=g_type, R=R, W=W)
-            launch(kernel, (*numbered(counts * which), each), warps=warps, **of_case)
-
-    sided = [(s, side, k) for side in (0, 1) for s, k in [numbered(blocks[side])]]
-    launch_tiles(means, means_tiles, 0, *MEANS_TILE)
-    launch(factor, *sided)
-    launch(sides, *sided)
-    launch_tiles(accumulate, programs, each, *ACCUMULATE_TILE)
-    launch(fold, *sided, (np.arange(len(shape)), 2, 0))
-    launch_tiles(update, tiles(*update_tile), 0, *update_tile)
+    on_sides = (blocks[0], 0, None), (blocks[1], 1, None)
+    launches = [
+        (means, index((means_tiles, None, 0)), Case(config, MEANS_R.value, MEANS_W.value)),
+        (factor, index(*on_sides), case),
+        (sides, index(*on_sides), case),
+        (accumulate, index((programs, None, each)), case),
+        (fold, index(*on_sides, (np.ones_like(A), 2, 0)), case),
+        (update, index((tiles(update_case), None, 0)), update_case),
+    ]
     return torch.from_numpy(plan).to(device), 4 * int(sizes.sum()), launches
 
 
@@ -513,14 +500,14 @@ def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
     """One step in place on the tensors of `rows`, with t, scale, decay and eps of each in `values`,
     (4, rows), on the device; returns how many entries of their gradients are not finite, as an
     int64 tensor on the device. Never waits for the device."""
-    device, words = values.device, rows.view("i8").reshape(len(rows), 16)
-    plan, size, launches = planned(words.view("u1")[:, 56:108].tobytes(), config, device)
+    device, words = values.device, rows.view("i8").reshape(len(rows), 15)
+    plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)
     words = send(torch.from_numpy(words), device)
-    words.view(torch.float32)[:, 27:31] = values.T  # VeLO's scale is only on the device
+    words.view(torch.float32)[:, 25:29] = values.T  # VeLO's scale is only on the device
     work = torch.empty(size, device=device)
     bad = torch.zeros((), dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for kernel, index, case, warps in launches:
-            arguments = (bad, case) if kernel is accumulate else (case,)
-            kernel[len(index),](words, plan, index, work, *arguments, num_warps=warps)
+        for kernel, index, case in launches:
+            arguments = (bad, case) if kernel is means else (case,)
+            kernel[len(index),](words, plan, index, work, *arguments, num_warps=case.warps)
     return bad

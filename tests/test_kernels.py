@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +22,13 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = {
     "H=4": LOConfig(hidden_size=4),
     "H=8, one layer": LOConfig(hidden_size=8, hidden_layers=1, spec="paper"),
-    "H=32": LOConfig(hidden_size=32),
     "H=32, rms 0": LOConfig(hidden_size=32, eps_rms=0.0),
     "H=5, three layers": LOConfig(hidden_size=5, hidden_layers=3),
     "velo": LOConfig(net="velo", hidden_size=4),
     "velo, relative": LOConfig(net="velo", hidden_size=4, eps="relative"),
     "velo, paper": LOConfig(net="velo", hidden_size=4, spec="paper"),
     "relative": LOConfig(hidden_size=4, eps="relative"),
-    "fan_in": LOConfig(hidden_size=4, eps="fan_in"),
-    "annealed": LOConfig(hidden_size=4, t_max=40.0, anneal=0.5),
+    "fan_in, annealed": LOConfig(hidden_size=4, eps="fan_in", t_max=40.0, anneal=0.5),
 }
 SHAPES = [
     (1,), (7,), (1000,),  # a scalar is a vector of one
@@ -51,22 +48,6 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def random_weights(config, gen, P=1, T=1):
-    """Weights, biases and decays of which none is zero, (P, T, ...)."""
-    h, sizes = config.hidden_size, config.layer_sizes()
-    shapes = {f"w{k}": (n, m) for k, (n, m) in enumerate(pairwise(sizes))}
-    shapes |= {f"b{k}": (m,) for k, m in enumerate(sizes[1:])}
-    phi = {
-        k: torch.randn(P, T, *s, generator=gen) * (s[0] ** -0.5 if k[0] == "w" else 0.1)
-        for k, s in shapes.items()
-    }
-    if config.net == "small_fc":
-        decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        phi |= {k: 0.05 * torch.randn(P, T, n, generator=gen) for k, n in decays.items()}
-    assert h == phi["b0"].shape[-1]
-    return phi
-
-
 class Case:
     """Stacks of P tensors of several shapes, stepped by the literal step and by another backend."""
 
@@ -74,8 +55,8 @@ class Case:
         self.config = dataclasses.replace(config, lam1=1.0, lam2=0.1)  # updates of order 1
         self.gen, self.dtype = torch.Generator().manual_seed(seed), dtype
         T = len(shapes)
-        per_tensor = config.net == "velo"
-        self.phi = random_weights(self.config, self.gen, P if own else 1, T if per_tensor else 1)
+        sets = P if own else 1, T if config.net == "velo" else 1
+        self.phi = kernels.random_weights(self.config, self.gen, *sets)
         self.stacks = []
         for shape in shapes:
             p = torch.randn(P, *shape, generator=self.gen).to(dtype)
@@ -108,7 +89,8 @@ class Case:
         return stacks, int(bad)
 
     def compare(self, backend, grads, tolerance):
-        """One step by both; the next starts from the literal one's result."""
+        """One step by both; the next starts from the literal one's result. Returns the largest
+        difference and the count of bad entries."""
         expected, bad = self.step("literal", grads)
         got, bad_too = self.step(backend, grads)
         assert bad == bad_too
@@ -122,13 +104,12 @@ class Case:
             else:  # equal but for entries that round the other way
                 room = torch.finfo(x.p.dtype).eps * x.p.float().abs().amax()
                 assert (x.p.float() - y.p.float()).abs().amax() <= room
-                if backend != "triton":  # its interpreter truncates to bfloat16; GPUs round
-                    assert (x.p != y.p).float().mean() <= 0.02 + 2 / x.p.numel()
+                assert (x.p != y.p).float().mean() <= 0.02 + 2 / x.p.numel()
             for name, a, b in zip(x.acc._fields, x.acc, y.acc, strict=True):
                 room = 2e-6 * a.abs().amax().item()
                 torch.testing.assert_close(b, a, rtol=1e-5, atol=room, msg=name)
         self.stacks = expected
-        return worst
+        return worst, bad
 
 
 def case_for(backend, config, shapes, **options):
@@ -136,70 +117,68 @@ def case_for(backend, config, shapes, **options):
     if backend == "triton":
         options["P"] = min(options.get("P", 1), 2)
         shapes = [shape for shape in shapes if np.prod(shape) <= 100]
-        shapes = [(7,), (5, 9), (9, 5), (4, 3, 2, 2)] if len(shapes) > 6 else shapes
+        shapes = [(7,), (5, 9), (4, 3, 2)] if len(shapes) > 6 else shapes
     return Case(config, shapes, **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_backends_are_one_step(backend, name):
-    """Every shape in one call, shared weights (one set per tensor for VeLO), five steps."""
+    """Every shape in one call, shared weights (one set per tensor for VeLO), three steps."""
     config = CONFIGS[name]
     case = case_for(backend, config, SHAPES)
-    for _ in range(1 if backend == "triton" else 5):
-        worst = case.compare(backend, case.gradients(), TOLERANCE[backend])
+    for _ in range(1 if backend == "triton" else 3):
+        worst, _ = case.compare(backend, case.gradients(), TOLERANCE[backend])
     assert worst > 0  # it is not the literal step itself
 
 
 @pytest.mark.parametrize("name", ["H=4", "velo"])
 def test_own_weights(backend, name):
     """One set of weights per particle, and per particle and tensor."""
-    shapes = [(7,), (5, 9), (9, 5), (6, 4, 3, 3)]
-    case = case_for(backend, CONFIGS[name], shapes, P=3, own=True)
-    for _ in range(1 if backend == "triton" else 3):
-        case.compare(backend, case.gradients(), TOLERANCE[backend])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(backend, dtype):
-    shapes = [(7,), (33,), (5, 9), (40, 70), (6, 4, 3, 3)]
-    case = case_for(backend, CONFIGS["H=4"], shapes, dtype=dtype)
-    for _ in range(1 if backend == "triton" else 2):
-        case.compare(backend, case.gradients(), TOLERANCE[backend])
+    case = case_for(backend, CONFIGS[name], [(7,), (5, 9), (6, 4, 3, 3)], P=3, own=True)
+    case.compare(backend, case.gradients(), TOLERANCE[backend])
 
 
 @pytest.mark.parametrize("out_axis", [1, -1])
 def test_layouts(backend, out_axis):
-    shapes = [(6, 6), (3, 3, 2)]
+    shapes = [(6, 6), (2, 3, 2, 4)]
     shapes += [(4, 6), (6, 4), (5, 5, 3), (4, 4, 2, 2)] if backend != "triton" else []
     case = case_for(backend, CONFIGS["H=4"], shapes, out_axis=out_axis)
-    for _ in range(1 if backend == "triton" else 2):
-        case.compare(backend, case.gradients(), TOLERANCE[backend])
+    case.compare(backend, case.gradients(), TOLERANCE[backend])
 
 
 @pytest.mark.parametrize("name", ["H=4", "relative", "velo"])
-@pytest.mark.parametrize("size", [0.0, 1e-6, 1e3])
-def test_gradients_of_any_size(backend, name, size):
+def test_gradients_of_any_size(backend, name):
     """Zero, tiny and huge gradients, with dead rows and columns. VeLO clips at 1000."""
-    case = case_for(backend, CONFIGS[name], [(7,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)])
+    sizes = (0.0, 1e-6, 1e3)
+    shapes = [(7,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)]
+    case = case_for(backend, CONFIGS[name], shapes[: 2 if backend == "triton" else 5] * len(sizes))
     for _ in range(1 if backend == "triton" else 2):
-        grads = case.gradients(size)
-        for g in grads[1:]:
-            g[:, 3] = 0
-            g[:, :, 2] = 0
+        grads = case.gradients(1.0)
+        for k, g in enumerate(grads):
+            g *= sizes[k * len(sizes) // len(grads)]
+            if g.ndim > 2:
+                g[:, 3] = g[:, :, 2] = 0
         case.compare(backend, grads, 5 * TOLERANCE[backend])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bad_entries_count_as_zero(backend, dtype):
-    shapes = [(17,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)]
-    case = case_for(backend, CONFIGS["H=4"], shapes, P=2, dtype=dtype)
-    for _ in range(1 if backend == "triton" else 2):
+def test_bad_entries_count_as_zero(backend):
+    case = case_for(backend, CONFIGS["H=4"], [(17,), (5, 6), (20, 30), (30, 20)], P=2)
+    grads = case.gradients()
+    for g in grads:
+        flat = g.view(len(g), -1)
+        flat[0, 2], flat[0, 11], flat[1, 16] = torch.nan, torch.inf, -torch.inf
+    _, bad = case.compare(backend, grads, TOLERANCE[backend])
+    assert bad == 3 * len(grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["folded", "kernel"])
+def test_low_precision(backend, dtype):
+    """Rounded to nearest, in stacks too; the count of bad entries is that of the literal step."""
+    case = Case(CONFIGS["H=4"], [(7,), (33,), (40, 70), (6, 4, 3, 3)], dtype=dtype)
+    for k in range(2):
         grads = case.gradients()
-        for g in grads:
-            flat = g.view(len(g), -1)
-            flat[0, 2], flat[0, 11], flat[1, 16] = torch.nan, torch.inf, -torch.inf
-        _, bad = case.step(backend, grads)
-        assert bad == 3 * len(grads)
+        grads[k][0, 3] = torch.inf
         case.compare(backend, grads, TOLERANCE[backend])
 
 
@@ -208,7 +187,7 @@ def test_bad_entries_count_as_zero(backend, dtype):
     out_axis=st.sampled_from([0, 1, -1]),
     P=st.integers(1, 3),
     own=st.booleans(),
-    name=st.sampled_from(["H=4", "velo", "relative", "fan_in"]),
+    name=st.sampled_from(["H=4", "velo", "relative", "fan_in, annealed"]),
     size=st.sampled_from([0.0, 1e-6, 1e-2, 1e3]),
     seed=st.integers(0, 99),
 )
@@ -331,15 +310,21 @@ def test_state_moves_between_backends():
 
 
 @pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """Nothing built, nothing checked; the cache is an empty folder."""
+def unchecked():
+    """No kernel has been checked, none is loaded."""
+    kernels.choose.cache_clear()
+    kernels.library.cache_clear()
+    yield
+    kernels.choose.cache_clear()
+    kernels.library.cache_clear()
+
+
+@pytest.fixture
+def fresh(unchecked, monkeypatch, tmp_path):
+    """The cache is an empty folder; what is compiled is not optimized."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    clear = [kernels.choose.cache_clear, kernels.library.cache_clear]
-    for f in clear:
-        f()
-    yield tmp_path / "mulo"
-    for f in clear:
-        f()
+    monkeypatch.setattr(kernels, "FLAGS", ["-O0", *kernels.FLAGS[1:]])
+    return tmp_path / "mulo"
 
 
 CPU, SMALL = torch.device("cpu"), LOConfig(hidden_size=3, hidden_layers=1)
@@ -351,6 +336,7 @@ def test_names():
 
 
 def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):
+    """Rebuilt by two processes at once."""
     assert kernels.choose("auto", SMALL, CPU) == "kernel"
     [file] = fresh.iterdir()
     built = file.stat().st_mtime_ns
@@ -359,8 +345,10 @@ def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):
     assert file.stat().st_mtime_ns == built
     file.unlink()  # this process has it loaded: its memory must not change
     file.write_bytes(b"not a library")
-    code = "import kernels; kernels.library(3, 1, 39).step"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    code = f"import kernels; kernels.FLAGS = {kernels.FLAGS}; kernels.library(3, 1, 39).step"
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert [file] == list(fresh.iterdir())
     assert file.stat().st_size > 1000
 
 
@@ -382,37 +370,18 @@ def test_a_cache_that_cannot_be_written(fresh, monkeypatch):
     assert kernels.choose("auto", SMALL, CPU) == "kernel"
 
 
-def test_two_processes_build_at_once(fresh):
-    code = "import kernels; kernels.library(3, 1, 39).step; print('built')"
-    both = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    assert [p.communicate()[0] for p in both] == [b"built\n"] * 2
-    assert len(list(fresh.iterdir())) == 1
-
-
-def test_the_key_follows_the_cpu(fresh, monkeypatch):
-    """A cache that moves to another machine is not used there."""
-    kernels.library(3, 1, 39)
-    kernels.library.cache_clear()
-    monkeypatch.setattr(kernels, "cpu_features", lambda: "another CPU")
-    kernels.library(3, 1, 39)
-    assert len(list(fresh.iterdir())) == 2
-
-
-def test_a_kernel_that_gives_nan_is_not_used(fresh, monkeypatch):
+def test_a_kernel_that_gives_nan_is_not_used(unchecked, monkeypatch):
     def broken(config, rows, values):
         return launch(config, rows, torch.full_like(values, torch.nan))
 
     launch = kernels.launch_cpu
     monkeypatch.setitem(kernels.LAUNCH, "cpu", broken)
     with pytest.warns(UserWarning, match="differs from the folded step by nan"):
-        assert kernels.choose("auto", SMALL, CPU) == "folded"
+        assert kernels.choose("auto", CONFIGS["H=4"], CPU) == "folded"
 
 
 @pytest.mark.parametrize("name", ["g", "c", "1/sqrt(V)", "M*F"])
-def test_a_changed_feature_is_noticed(fresh, monkeypatch, name):
+def test_a_changed_feature_is_noticed(unchecked, monkeypatch, name):
     """Kernels have features of their own: if features.py has others, they are not used."""
     original = features.parameter_features
 
@@ -423,10 +392,10 @@ def test_a_changed_feature_is_noticed(fresh, monkeypatch, name):
 
     monkeypatch.setattr(features, "parameter_features", changed)
     with pytest.warns(UserWarning, match="differs from the folded step"):
-        assert kernels.choose("auto", SMALL, CPU) == "folded"
+        assert kernels.choose("auto", CONFIGS["H=4"], CPU) == "folded"
 
 
-def test_what_kernels_do_not_know(fresh):
+def test_what_kernels_do_not_know(unchecked):
     for config in (LOConfig(hidden_layers=4), LOConfig(hidden_size=129)):
         with pytest.warns(UserWarning, match="up to 3 hidden layers of up to 128 units"):
             assert kernels.choose("auto", config, CPU) == "folded"
