@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 #ifdef __AVX2__
@@ -519,8 +520,10 @@ extern "C" int step(const Row *table, int count, const Settings *settings, int t
     threads = std::clamp<double>(work / 2.5e6, 1, std::max(1, threads));
     Team::Shared shared;
     Work together;
+    std::atomic<int> size{0};  // of the team: known once all threads have been started
     auto run = [&] {
-        Team team{threads, &shared}, alone;
+        while (!size) std::this_thread::yield();
+        Team team{size, &shared}, alone;
         Work apart;
         auto own = std::make_unique<Own>();
         for (const Row *t : large) Step(team, *settings, *t, together, *own).run();
@@ -528,7 +531,11 @@ extern "C" int step(const Row *table, int count, const Settings *settings, int t
         together.bad += apart.bad;
     };
     std::vector<std::thread> others;
-    for (int i = 1; i < threads; i++) others.emplace_back(run);
+    try {
+        for (int i = 1; i < threads; i++) others.emplace_back(run);
+    } catch (const std::system_error &) {  // the system has no more: those that started do the work
+    }
+    size = others.size() + 1;
     run();
     for (std::thread &other : others) other.join();
     return together.bad;
