@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,9 +50,12 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
     config = dataclasses.asdict(lo.config)
     content = {"format": FORMAT, "version": VERSION, "about": about, "config": config}
     content |= {"weights": weights, "sha256": _sha256(config, weights)}
-    json.dumps(about)  # raises if there is more than plain values, which `load` would refuse
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    try:
+        torch.save(content, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:  # torch raises many exception types here
+        raise TypeError(f"give plain numbers and strings to keep, not {about!r}.") from error
     write_atomically(path, buffer.getvalue())
 
 
@@ -79,7 +81,7 @@ def load(name: str | os.PathLike, **changes) -> LO:
         return _load_npz(path, changes)
     content = read(path)
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        fix = "for weights of other projects use mulo.from_pylo or mulo.from_reference"
+        fix = "use that release, or mulo.from_pylo or from_reference for others' weights"
         raise ValueError(f"{path} was not written by mulo.save of this release: {fix}.")
     try:
         config, weights = LOConfig(**content["config"]), content["weights"]
@@ -246,8 +248,8 @@ def from_pylo(
 
 def check_optimizer_state(opt: MuLO, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
     """Each parameter of a MuLO with its saved state; raises if they do not fit."""
-    groups, state = state_dict["param_groups"], state_dict["state"]
-    if not all("scale" in group for group in groups):
+    groups, state = ((state_dict or {}).get(k) for k in ("param_groups", "state"))
+    if groups is None or state is None or not all("scale" in group for group in groups):
         raise ValueError("this is not what MuLO.state_dict() returned: load that.")
     fix = "build the model, param groups and learned optimizer of the run that saved it."
     ours, theirs = ([len(g["params"]) for g in x] for x in (opt.param_groups, groups))

@@ -13,7 +13,7 @@ the contract:
 
 Each graph is an .onnx file (opset 20) and a .pt2 file (torch.export); one .ts file (TorchScript,
 for libtorch of the same version) has them all as methods. <name>.pt is the learned optimizer,
-<name>.json the contract in words and as data, which every file carries as well.
+<name>.json the contract in words and as data; every file carries the data.
 """
 
 from __future__ import annotations
@@ -301,10 +301,10 @@ def read_config(text: str | bytes, path: str | Path) -> dict:
         config = json.loads(text)
     except ValueError:
         config = {}
-    if config.get("format") != FORMAT:
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise ValueError(f"{path} was not written by export.py: export it anew.")
-    if config["version"] != VERSION:
-        version = f"format version {config['version']}, this code reads {VERSION}"
+    if config.get("version") != VERSION:
+        version = f"format version {config.get('version')}, this code reads {VERSION}"
         raise ValueError(f"{path} has {version}: export the optimizer anew.")
     return config
 
@@ -393,7 +393,7 @@ def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[flo
         for file, run in runs.items():
             for k, (a, b) in enumerate(zip(run(*x.values()), right, strict=True)):
                 size = (b - x["p"] if "p" in x and k == 0 else b).abs().max().clamp_min(1e-30)
-                error = ((a - b).abs().max() / size).nan_to_num(math.inf)
+                error = ((a.view_as(b) - b).abs().max() / size).nan_to_num(math.inf)
                 worst[file] = max(worst[file], (float(error), what))
     return worst
 
@@ -411,6 +411,8 @@ def verify(path: Path, config: dict) -> None:
             runs[kind][file] = run
     print(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
     for kind, files in runs.items():
+        if not files:
+            wrong.append(f"{path} lists no file of the {kind} graph: export it anew.")
         for file, (error, what) in compare(lo, kind, files).items():
             print(f"{file:24}{kind:10}{(path.parent / file).stat().st_size:8}{error:12.1e}  {what}")
             if error > TOLERANCE:

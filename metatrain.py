@@ -2,7 +2,7 @@
 
     python metatrain.py                         # mulo_m at desk scale: minutes on a laptop
     python metatrain.py lo_m --seed 1           # the same recipe in standard parametrization
-    python metatrain.py mulo_x                  # on a mixture of tasks and families: an hour
+    python metatrain.py mulo_x                  # on a mixture of tasks and families
     python metatrain.py --mixture fashion8_mlp_w32_d3 teachera_mlp_w16_d2_b32     # your own
     python metatrain.py mulo_m --scale paper --device cuda     # the paper's recipe, on one GPU
     python metatrain.py mulo_m --scale paper --dry-run         # memory and time on a GPU, estimated
@@ -102,7 +102,9 @@ class Recipe:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}.")
         if min(self.widths, default=0) < 1 or self.warmup < 0:
-            raise ValueError(f"widths {self.widths} and warmup {self.warmup}: make them positive.")
+            raise ValueError(
+                f"widths must be 1 or more, warmup 0 or more, not {self.widths} and {self.warmup}."
+            )
         if not 0 <= self.seed < 10**9:
             raise ValueError(f"seed must be between 0 and 999,999,999, not {self.seed}.")
         if self.shortest > self.unroll:
@@ -238,7 +240,7 @@ class Run:
         if made_by != world:
             raise ValueError(
                 f"the run was split over {made_by} process(es), not {world}: resume it with "
-                f"{launcher(made_by)}."
+                f"{launcher(made_by)} metatrain.py."
             )
         paths = cls.checkpoints(out, rank)
         for step in sorted(set.intersection(*of_all_processes(set(paths))), reverse=True):
@@ -252,7 +254,7 @@ class Run:
         else:
             fix = "give the folder of a run, or start anew"
             raise FileNotFoundError(f"no checkpoint that can be read in {out}: {fix}.")
-        if state["recipe"].keys() != {f.name for f in dataclasses.fields(Recipe)}:
+        if state.get("recipe", {}).keys() != {f.name for f in dataclasses.fields(Recipe)}:
             raise ValueError(
                 f"the run in {out} was made by other code ({state.get('commit')}): resume it with "
                 "that, or start anew."
@@ -459,7 +461,8 @@ def main() -> None:
             print(choose.closing_report(run, args.device))
     except KeyboardInterrupt:
         if run is None or not run.rows:
-            sys.exit("stopped before the first step: start again.")
+            again = "resume" if args.resume else "start"
+            sys.exit(f"stopped before the first step: {again} again.")
         how = f"{launcher(run.trainer.world)} metatrain.py --resume {run.out}"
         sys.exit(f"stopped at step {run.trainer.step}: {how}")
     except torch.OutOfMemoryError:

@@ -44,8 +44,8 @@ def pes_gradient(
     mean over pairs of (sum_old delta (xi + eps) + sum_new delta eps) / (2 sigma^2 count). Losses of
     an unroll that is still running depend on all its perturbations, those of a new one on eps
     alone. Losses are clipped before, so a net that diverged counts at the bound; a pair whose
-    difference is still not finite is left out. DIVERGES: in the reference code an
-    unroll's last loss counts as the next one's, and a NaN makes the whole gradient 0.
+    difference is still not finite is left out. DIVERGES: in the reference code an unroll's last
+    loss counts as the next one's, and a NaN makes the whole gradient 0.
     """
     good = torch.where(mask, delta, 0).isfinite().all(0)  # (n,)
     weight = mask / mask.sum(0).clamp_min(1)  # (steps, n)
@@ -185,6 +185,9 @@ class Particles:
             getattr(self, name).copy_(state[name])
         for mine, saved in ((self.theta, state["theta"]), (self.state, state["state"])):
             for name, x in mine.items():
+                if name not in saved or x.shape != saved[name].shape:
+                    wrong = f"the run's {name} does not fit {self.task.name}"
+                    raise ValueError(f"{wrong}: was the task edited? Undo that, or start anew.")
                 x.copy_(saved[name])
 
 

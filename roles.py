@@ -10,13 +10,12 @@ Paper: section 4. The rules are one table, `RULES`, of powers of fan_in. Standar
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -121,7 +120,7 @@ def infer_roles(
     """
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError("build must be a function that makes your model, given a width.")
-    if not isinstance(width, int) or width < 1:
+    if not isinstance(width, Integral) or width < 1:
         raise ValueError(f"width must be a positive integer, not {width!r}.")
     try:
         with torch.device(device):
@@ -423,14 +422,20 @@ def slope(widths: list[int], drift: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _layer_outputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
-    """The output of every layer for this input, by a copy: running statistics stay as they are."""
-    model, outputs = copy.deepcopy(model), {}
+    """The output of every layer for this input; buffers (running statistics) are restored."""
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
 
-    for name, module in model.named_modules():
-        if isinstance(module, LAYERS):
-            module.register_forward_hook(partial(keep, name))
-    model(probe)
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, LAYERS)]
+    handles = [m.register_forward_hook(partial(keep, name)) for name, m in layers]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        model(probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for buffer, before in buffers:
+            buffer.copy_(before)
     return outputs

@@ -305,6 +305,8 @@ def register(
     if not re.fullmatch(r"[A-Za-z]\w*", name) or (name in KINDS and not KINDS[name].own):
         taken = ", ".join(KINDS)
         raise ValueError(f"{name!r} cannot be registered: use letters, and none of {taken}.")
+    if loss_bound is not None and not 0 < loss_bound < math.inf:
+        raise ValueError(f"loss_bound must be a number above 0, not {loss_bound!r}.")
     own = Own(build, data, loss or _cross_entropy)
     KINDS[name] = Task("own", "own", (), None, batch_size, loss_bound=loss_bound, own=own)
 
@@ -375,13 +377,14 @@ def _checked(task: Task) -> Task:
     if task.family == "resnet" and (task.width % 32 or task.depth != 18):
         raise ValueError(f"{task.name}: a resnet's width is a multiple of 32, its depth 18.")
     width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1
-    if task.width < width or task.depth < depth:
-        raise ValueError(f"{task.name} is too small: use w{width}_d{depth} or more.")
+    if task.width < width or task.depth < depth or task.batch_size < 1:
+        raise ValueError(f"{task.name} is too small: use w{width}_d{depth} or more, b1 or more.")
     if task.own and task.split != "all":
         raise ValueError(f"{task.kind} is registered, so it has no test data: drop --test.")
     if not (task.loss_bound or task.classes):
         raise ValueError(f"{task.kind} has no classes: give tasks.register a loss_bound.")
-    return dataclasses.replace(task, loss_bound=task.loss_bound or 1.5 * math.log(task.classes))
+    bound = task.loss_bound or 1.5 * math.log(task.classes)
+    return dataclasses.replace(task, loss_bound=bound, rules=tuple(task.rules))
 
 
 def _count(task: Task) -> int:
@@ -421,6 +424,8 @@ def main() -> None:
             _show(args.what[0])
         else:
             parser.error("give a task's name, or: download DATASET")
+    except BrokenPipeError:  # `python tasks.py | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         if in_own_file(error):
             raise

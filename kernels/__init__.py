@@ -242,7 +242,8 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
     name = f"cpu-{hashlib.sha256(parts.encode()).hexdigest()[:24]}.so"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mulo"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(cache if os.path.isabs(cache) else os.devnull) / "mulo"  # without a home: nowhere
     with contextlib.suppress(OSError):  # missing or damaged
         return ctypes.CDLL(str(cache / name))
     return build(cache / name, command)

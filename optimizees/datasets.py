@@ -110,6 +110,9 @@ class Images:
 
         mean and std stay those of the full-size images, so all splits are normalized alike.
         """
+        largest = min(self.shape[1:])
+        if not 1 <= size <= largest:
+            raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {largest}.")
         parts = [F.adaptive_avg_pool2d(x.float(), size).round_().byte() for x in self.x.split(8192)]
         return dataclasses.replace(self, x=torch.cat(parts))
 

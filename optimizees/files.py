@@ -109,7 +109,7 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
     """Memory-map images, from a file that is made from the .npz files at first use."""
     side, split = int(name.removeprefix("imagenet")), "val" if test else "train"
     x_path, y_path = folder / f"{split}_x.uint8", folder / f"{split}_y.npy"
-    if not y_path.is_file():
+    if not (x_path.is_file() and y_path.is_file()):
         files = [f"train_data_batch_{k}.npz" for k in range(1, 11)]
         paths = _find(name, folder, ["val_data.npz"] if test else files)
         labels = []
@@ -123,7 +123,10 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
         write_atomically(x_path, write_images)
         write_atomically(y_path, lambda file: np.save(file, np.concatenate(labels)))
     x = np.memmap(x_path, np.uint8, "c")  # torch wants it writable; writes do not reach the file
-    return x.reshape(-1, 3, side, side), np.load(y_path)
+    y = np.load(y_path)
+    if len(x) != len(y) * 3 * side**2:
+        raise ValueError(f"{x_path} is damaged: delete it, to convert the .npz files again.")
+    return x.reshape(-1, 3, side, side), y
 
 
 def read_text(path: Path) -> np.ndarray:
@@ -171,6 +174,7 @@ def download(name: str, data_dir: str | os.PathLike | None = None) -> None:
         how = HOW_TO_GET.get(name, "only cifar10 can")
         raise ValueError(f"{name!r} cannot be downloaded from here: {how}.")
     folder = data_dir_or_default(data_dir) / "cifar10"
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         with urllib.request.urlopen(CIFAR10, timeout=60) as response:
             bar = tqdm.wrapattr(response, "read", total=response.length, desc=name)
