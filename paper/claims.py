@@ -22,13 +22,13 @@ import tasks
 from evaluate import Contender, Job, Results, contender, mean_stderr
 from paper import baselines
 from paper.baselines import Tuning
-from paper.report import Finding, colour, draw_curves, draw_final, label, loss_axis, width_axis
+from paper.report import Finding, colour, draw_curves, draw_final, label, width_axis
 from training import final_loss
 
+Jobs = dict[str, dict[str, dict[int, Job]]]  # by kind, name and size
+Losses = dict[str, dict[str, dict[int, Tensor]]]  # (seeds,) each
 SIZES = ("Large", "XL", "XXL")  # of the paper's table of ranks
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
-
-
 WIDE = (64, 256, 1024)
 TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "c10s_mlp_w{}_d3": WIDE, "c10b_mlp_w{}_d3": WIDE, "fashion_mlp_w{}_d3": WIDE,
@@ -36,7 +36,6 @@ TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": (64, 128),
     "c10s_vit_w{}_d3_b16": (64, 128), "text_lm_w{}_d2_b8": (64, 128),
 }  # fmt: skip
-
 RESNETS = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 192, 256))
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
 
@@ -93,13 +92,17 @@ class Suite:
     ablate_seeds: int = 2  # of meta-training
     ablate_recipe: tuple[tuple[str, int], ...] = ()  # changes to every recipe
 
-    def contenders(self) -> dict[str, Contender]:
-        """By the names of their recipes, also where they come from the folders of runs."""
+    def contenders(self, *names: str) -> dict[str, Contender]:
+        """By the names of their recipes, also where they come from the folders of runs.
+
+        Given names, these: the shipped ones where `who` has none.
+        """
         found = [contender(name) for name in self.who]
-        named = {c.recipe or c.name: c for c in found}
-        if len(named) < len(found):
+        given = {c.recipe or c.name: c for c in found}
+        if len(given) < len(found):
             raise ValueError("--who has two runs of one recipe: compare these by evaluate.py task.")
-        return {name: dataclasses.replace(c, name=name) for name, c in named.items()}
+        some = {name: given.get(name) or contender(name) for name in names or given}
+        return {name: dataclasses.replace(c, name=name) for name, c in some.items()}
 
     def job(
         self, who: Contender, task: str, times: int = 1, schedule: str = "constant",
@@ -107,16 +110,24 @@ class Suite:
     ) -> Job:  # fmt: skip
         return Job(who, task, times * self.steps, schedule, tuple(range(seeds)), tuple(probe_at))
 
-    def tune_baselines(self, results: Results) -> None:
+    def jobs(self, who: dict[str, Contender], tasks: dict[Family, dict[int, str]]) -> Jobs:
+        """For tasks by family and size: {kind: {name: {size: job}}}."""
+        return {
+            f.kind: {
+                name: {size: self.job(c, task, seeds=f.seeds) for size, task in some.items()}
+                for name, c in who.items()
+            }
+            for f, some in tasks.items()
+        }
+
+    def tune_baselines(self, results: Results, cosine: bool = False) -> None:
         """Tune the rates of the baselines under test, on the families where none are known."""
-        baselines.tune_missing(
-            [
-                Tuning(which, family.task(family.base), self.steps)
-                for family, which in product(self.families, baselines.BASELINES)
-                if which in self.who
-            ],
-            results,
-        )
+        runs = [(f, self.steps, "constant") for f in self.families]
+        if cosine:
+            runs += [(f, n * self.steps, "cosine") for f in self.families for n in f.horizons]
+        some = [which for which in baselines.BASELINES if which in self.who]
+        tunings = [Tuning(x, f.task(f.base), *how) for (f, *how), x in product(runs, some)]
+        baselines.tune_missing(tunings, results)
 
 
 SUITES = {
@@ -189,23 +200,27 @@ def ordered(losses: dict[str, Tensor]) -> str:
     return ", ".join(f"{label(name)} {number(means[name])}" for name in order)
 
 
-def final_losses(results: Results, jobs: dict[tuple, Job], desc: str) -> dict[tuple, Tensor]:
-    """Final losses by the same keys, the first cells of a table's rows; trains what is missing."""
-    results.run(jobs.values(), desc)
-    return {key: final_loss(results.losses(job)) for key, job in jobs.items()}
+def final_losses(results: Results, jobs: Jobs, desc: str) -> Losses:
+    """Final losses of jobs, in the same order; trains what is missing."""
+    every = [job for by_name in jobs.values() for some in by_name.values() for job in some.values()]
+    results.run(every, desc)
+    return {
+        kind: {
+            name: {size: final_loss(results.losses(job)) for size, job in some.items()}
+            for name, some in by_name.items()
+        }
+        for kind, by_name in jobs.items()
+    }
 
 
-def lines(final: dict[tuple, Tensor], part: str) -> dict[str, dict[int, Tensor]]:
-    """Final losses with keys (part, name, size) as {name: {size: losses}}."""
-    found = {}
-    for (where, name, size), x in final.items():
-        if where == part:
-            found.setdefault(name, {})[size] = x
-    return found
-
-
-def mean_losses(final: dict[tuple, Tensor], part: str) -> list[Tensor]:
-    return [x.mean(0, True) for (where, *_), x in final.items() if where == part]
+def rows(final: Losses) -> list[list]:
+    """The rows of a table: kind, name, size, loss, stderr."""
+    return [
+        [kind, name, size, *cells(x)]
+        for kind, by_name in final.items()
+        for name, some in by_name.items()
+        for size, x in some.items()
+    ]
 
 
 # ---------------------------------------------------------------- experiments
@@ -215,13 +230,12 @@ def width(suite: Suite, results: Results) -> Finding:
     """Final loss against width, and training curves at the largest width."""
     head = ("kind", "optimizer", "width", "loss", "stderr", "change", "its stderr")
     suite.tune_baselines(results)
-    found, who, jobs = Finding(2 * len(suite.families), head), suite.contenders(), {}
-    for f, name in product(suite.families, who):
-        jobs |= {(f.kind, name, w): suite.job(who[name], f.task(w), seeds=f.seeds)
-                 for w in f.widths}  # fmt: skip
+    found = Finding(2 * len(suite.families), head)
+    tasks = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
+    jobs = suite.jobs(suite.contenders(), tasks)
     final = final_losses(results, jobs, "width")
     for f, ax, beside in zip(suite.families, found.axes[::2], found.axes[1::2], strict=True):
-        losses, parts, kind, top = lines(final, f.kind), [], f.kind, f.widths[-1]
+        losses, parts, kind, top = final[f.kind], [], f.kind, f.widths[-1]
         for name, by_width in losses.items():
             some = list(by_width.values())
             changes = [["", ""], *(cells(b - a) for a, b in pairwise(some))]
@@ -238,12 +252,10 @@ def width(suite: Suite, results: Results) -> Finding:
             "(Falls: nowhere up by more than the standard error.)"
         )
         found.checks |= width_checks(f, losses)
-        draw_final(ax, losses, title=kind)
-        loss_axis(ax, mean_losses(final, kind), 1.1 * guess(kind))
+        draw_final(ax, losses, 1.1 * guess(kind), title=kind)
         ax.axvline(f.base, color="0.8", zorder=0)
-        curves = {name: results.losses(jobs[kind, name, top]) for name in who}
-        draw_curves(beside, curves, suite.steps, title=f"{kind}, width {top}")
-        loss_axis(beside, [x.mean(1) for x in curves.values()], 1.2 * guess(kind))
+        curves = {name: results.losses(some[top]) for name, some in jobs[kind].items()}
+        draw_curves(beside, curves, suite.steps, 1.2 * guess(kind), title=f"{kind}, width {top}")
     found.axes[0].legend(fontsize=8)
     return found
 
@@ -282,11 +294,12 @@ def rank(suite: Suite, results: Results) -> Finding:
         some = [suite.job(c, task, runs[t], seeds=f.few) for c in who.values()]
         jobs[f.kind, t, size] = some
     results.run(chain(*jobs.values()), "rank")
-    ranks = {f.kind: torch.empty(len(columns), len(who)) for f in suite.families}
-    for (kind, t, size), some in jobs.items():
+    ranks = {f.kind: [] for f in suite.families}
+    for (kind, t, _), some in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in some])
         losses = losses.nan_to_num(guess(kind)).clamp_max(guess(kind))  # (who, seeds)
-        ranks[kind][columns.index((t, size))] = ranked(losses.mean(1))
+        ranks[kind].append(ranked(losses.mean(1)))
+    ranks = {kind: torch.stack(rows) for kind, rows in ranks.items()}  # (columns, who) each
     ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
     found = Finding(len(ranks), ["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)])
     for kind, rows in ranks.items():
@@ -333,23 +346,18 @@ def draw_ranks(axes: list, ranks: dict, names: list[str], columns: list[tuple[in
 def depth(suite: Suite, results: Results) -> Finding:
     """Nets of 3 to 16 layers or blocks."""
     suite.tune_baselines(results)
-    families, who = [f for f in suite.families if f.depths], suite.contenders()
-    found = Finding(2 * len(families), ("kind", "optimizer", "depth", "loss", "stderr"))
-    jobs = {}
-    for f, name in product(families, who):
-        jobs |= {(f.kind, name, d): suite.job(who[name], f.task(f.base, d), seeds=f.seeds)
-                 for d in f.depths}  # fmt: skip
+    tasks = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
+    found = Finding(2 * len(tasks), ("kind", "optimizer", "depth", "loss", "stderr"))
+    jobs = suite.jobs(suite.contenders(), tasks)
     final = final_losses(results, jobs, "depth")
-    found.rows += [[*key, *cells(x)] for key, x in final.items()]
-    for f, ax, beside in zip(families, found.axes[::2], found.axes[1::2], strict=True):
-        kind, deepest = f.kind, f.depths[-1]
+    found.rows += rows(final)
+    for f, ax, beside in zip(tasks, found.axes[::2], found.axes[1::2], strict=True):
+        kind, deepest, top = f.kind, f.depths[-1], 1.2 * guess(f.kind)
         layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
-        curves = {name: results.losses(jobs[kind, name, deepest]) for name in who}
-        draw_final(ax, lines(final, kind), "depth", title=f"{kind}, width {f.base}")
-        draw_curves(beside, curves, suite.steps, title=f"{kind}, {layers}")
-        loss_axis(ax, mean_losses(final, kind), 1.2 * guess(kind))
-        loss_axis(beside, [x.mean(1) for x in curves.values()], 1.2 * guess(kind))
-        last = {name: final[kind, name, deepest] for name in who}
+        curves = {name: results.losses(some[deepest]) for name, some in jobs[kind].items()}
+        draw_final(ax, final[kind], top, "depth", title=f"{kind}, width {f.base}")
+        draw_curves(beside, curves, suite.steps, top, title=f"{kind}, {layers}")
+        last = {name: some[deepest] for name, some in final[kind].items()}
         found.said.append(f"{kind}, {layers}, final loss: {ordered(last)}.")
         for mu, sp in PAIRS.items():
             if mu in last and sp in last:
@@ -365,7 +373,7 @@ def depth(suite: Suite, results: Results) -> Finding:
 
 def horizon(suite: Suite, results: Results) -> Finding:
     """Training for 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
-    suite.tune_baselines(results)
+    suite.tune_baselines(results, cosine=True)
     who, runs = suite.contenders(), []
     for f in suite.families:
         runs += [(f, "constant", f.longest)] * bool(f.longest)
@@ -396,10 +404,8 @@ def horizon(suite: Suite, results: Results) -> Finding:
             found.checks[claim] = bool(final["mulo_m"].mean() <= 1.02 * final["adamw"].mean())
         if run in panels:
             ax, title = found.axes[panels.index(run)], f"{f.task(f.base)}, {schedule}"
-            draw_curves(ax, curves, times, xlabel="meta-trained horizons", title=title)
-            means = [float(x.mean()) for x in final.values()]
-            low = min((m for m in means if not math.isnan(m)), default=1.0)
-            ax.set_ylim(0.8 * low, (0.5 if low < 0.4 else 1.1) * guess(f.kind))
+            top = guess(f.kind) / (2 if f.horizons else 1)
+            draw_curves(ax, curves, times, top, xlabel="meta-trained horizons", title=title)
         found.said.append(f"{f.kind}, {times} horizons, {schedule}: {ordered(final)}.")
     found.axes[0].legend(fontsize=8)
     return found
@@ -488,15 +494,13 @@ def distribution(suite: Suite, results: Results) -> Finding:
     """One width in meta-training against three, with μP and without."""
     found, first = Finding(1, ("kind", "optimizer", "width", "loss", "stderr")), suite.families[0]
     kind, widths = first.kind, [w for w in first.widths if w <= 16 * first.base]
-    jobs, given = {}, suite.contenders()
-    for name in ("mulo_m", "mulo_s", "lo_m", "lo_s"):
-        c = given.get(name) or contender(name)
-        jobs |= {(kind, name, w): suite.job(c, first.task(w), seeds=first.seeds) for w in widths}
+    who = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
+    jobs = suite.jobs(who, {first: {w: first.task(w) for w in widths}})
     final = final_losses(results, jobs, "distribution")
-    found.rows += [[*key, *cells(x)] for key, x in final.items()]
-    draw_final(found.axes[0], lines(final, kind), title=kind, ylim=(None, 1.1 * guess(kind)))
+    found.rows += rows(final)
+    draw_final(found.axes[0], final[kind], 1.1 * guess(kind), title=kind)
     found.axes[0].legend(fontsize=8)
-    last = {name: losses[widths[-1]] for name, losses in lines(final, kind).items()}
+    last = {name: losses[widths[-1]] for name, losses in final[kind].items()}
     found.said.append(f"{kind}, width {widths[-1]}, final loss: {ordered(last)}.")
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
         claim = f"{label(a)} is ahead of {label(b)} at width {widths[-1]}"

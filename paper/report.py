@@ -67,31 +67,35 @@ def colour(name: str, other: str = "0.4") -> str:
     return other if known is None else f"C{known}" if known < 10 else "k"  # there are ten
 
 
-def draw_final(ax, losses: dict[str, dict[int, Tensor]], xlabel: str = "width", **settings) -> None:
+def draw_final(
+    ax, losses: dict[str, dict[int, Tensor]], top: float, xlabel: str = "width", **settings
+) -> None:
     """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
     for k, (name, by_size) in enumerate(losses.items()):
         sizes, c = list(by_size), colour(name, f"C{k}")
         means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
         ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, label=label(name), color=c)
         diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
-        height = [0.98 - 0.03 * len(ax.lines) % 0.2] * len(diverged)
-        ax.plot(diverged, height, "x", color=c, transform=ax.get_xaxis_transform())
+        height = [0.98 - 0.03 * k] * len(diverged)
+        ax.scatter(diverged, height, marker="x", color=c, transform=ax.get_xaxis_transform())
     if xlabel == "width":
-        width_axis(ax, sizes)
+        width_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
     ax.set(xlabel=xlabel, ylabel="final loss", **settings)
+    loss_axis(ax, top)
 
 
-def draw_curves(ax, curves: dict[str, Tensor], until: float, **settings) -> None:
+def draw_curves(ax, curves: dict[str, Tensor], until: float, top: float, **settings) -> None:
     """Draw mean training curves over seeds; the last point is at `until`."""
     for name, losses in curves.items():
         times = torch.arange(1, len(losses) + 1) * until / len(losses)
         ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
     ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
+    loss_axis(ax, top)
 
 
-def loss_axis(ax, losses: Iterable[Tensor], top: float) -> None:
+def loss_axis(ax, top: float) -> None:
     """End the y axis at `top`, so that divergence is off the scale."""
-    low = min((float(x) for some in losses for x in some if x < top), default=0.0)
+    low = min((y for line in ax.lines for y in line.get_ydata() if y < top), default=0.0)
     ax.set_ylim(low - 0.05 * (top - low), top)
 
 
@@ -100,7 +104,6 @@ def width_axis(ax, widths: list[int]) -> None:
     ax.set_xscale("log")
     ax.set_xticks(widths, [str(w) for w in widths])
     ax.minorticks_off()
-    ax.set_xlabel("width")
 
 
 def read_table(path: Path) -> list[list[str]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import training
-from evaluate import Results, contender
+from evaluate import Results
 from paper.baselines import Tuning, tune_missing
 from paper.claims import EXPERIMENTS, Suite, cells, guess, ranked
 from paper.report import Finding, colour, label
@@ -49,9 +49,7 @@ def tunings(suite: Suite) -> list[Tuning]:
 def transfer(suite: Suite, results: Results) -> Finding:
     """Untuned on other data sets, input sizes and models, against AdamW of several kinds."""
     tune_missing(tunings(suite), results)
-    given = suite.contenders()
-    who = {name: given.get(name) or contender(name) for name, _ in [*ENTRANTS, ASIDE]}
-    jobs = {}
+    who, jobs = suite.contenders(*(name for name, _ in [*ENTRANTS, ASIDE])), {}
     for name, widths in suite.transfer.items():
         for w, (optimizer, schedule) in product(widths, [*ENTRANTS, ASIDE]):
             if optimizer == "muon" and (w > 64 or "mlp" not in name):
