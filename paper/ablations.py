@@ -21,7 +21,7 @@ import metatrain
 import mulo
 import roles
 from evaluate import Contender, Job, Results
-from paper.claims import EXPERIMENTS, Suite, cells, guess
+from paper.claims import EXPERIMENTS, Suite, cells, guess, lines
 from paper.report import Finding, draw_final
 from training import final_loss
 
@@ -140,12 +140,10 @@ def ablate(suite: Suite, results: Results) -> Finding:
     for (part, name, w), x in final.items():
         found.rows.append([part, name, w, 5 if part == "time" else 1, *cells(x), len(x)])
     for ax, part in zip(found.axes, PARTS, strict=True):
-        losses = {}
-        for (_, name, w), x in ((key, x) for key, x in final.items() if key[0] == part):
-            losses.setdefault(name, {})[w] = x
-        means = [float(x.mean()) for some in losses.values() for x in some.values()]
+        means = [float(x.mean()) for key, x in final.items() if key[0] == part]
         seen = [m for m in means if m < guess(first.kind)]  # divergence is off the scale
-        draw_final(ax, losses, 1.05 * max(seen, default=guess(first.kind)), title=part)
+        top = 1.05 * max(seen, default=guess(first.kind))
+        draw_final(ax, lines(final, part), top, title=part)
         ax.legend(fontsize=7)
     loss = {key: float(x.mean()) for key, x in final.items()}
     ablation_checks(found, suite, list(meta), loss)

@@ -25,8 +25,7 @@ from paper.baselines import Tuning
 from paper.report import Finding, colour, draw_curves, draw_final, label, width_axis
 from training import final_loss
 
-Jobs = dict[str, dict[str, dict[int, Job]]]  # by kind, name and size
-Losses = dict[str, dict[str, dict[int, Tensor]]]  # (seeds,) each
+Jobs = dict[tuple[str, str, int], Job]  # by kind, name and size
 SIZES = ("Large", "XL", "XXL")  # of the paper's table of ranks
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 WIDE = (64, 256, 1024)
@@ -110,14 +109,13 @@ class Suite:
     ) -> Job:  # fmt: skip
         return Job(who, task, times * self.steps, schedule, tuple(range(seeds)), tuple(probe_at))
 
-    def jobs(self, who: dict[str, Contender], tasks: dict[Family, dict[int, str]]) -> Jobs:
-        """For tasks by family and size: {kind: {name: {size: job}}}."""
+    def sweep(self, who: dict[str, Contender], sizes: dict[Family, dict[int, str]]) -> Jobs:
+        """Every optimizer on each family's tasks, which are given by size."""
+        pairs = product(sizes.items(), who.items())
         return {
-            f.kind: {
-                name: {size: self.job(c, task, seeds=f.seeds) for size, task in some.items()}
-                for name, c in who.items()
-            }
-            for f, some in tasks.items()
+            (f.kind, name, size): self.job(c, task, seeds=f.seeds)
+            for (f, by_size), (name, c) in pairs
+            for size, task in by_size.items()
         }
 
     def tune_baselines(self, results: Results, cosine: bool = False) -> None:
@@ -200,27 +198,16 @@ def ordered(losses: dict[str, Tensor]) -> str:
     return ", ".join(f"{label(name)} {number(means[name])}" for name in order)
 
 
-def final_losses(results: Results, jobs: Jobs, desc: str) -> Losses:
-    """Final losses of jobs, in the same order; trains what is missing."""
-    every = [job for by_name in jobs.values() for some in by_name.values() for job in some.values()]
-    results.run(every, desc)
-    return {
-        kind: {
-            name: {size: final_loss(results.losses(job)) for size, job in some.items()}
-            for name, some in by_name.items()
-        }
-        for kind, by_name in jobs.items()
-    }
+def final_losses(results: Results, jobs: Jobs, desc: str) -> dict[tuple, Tensor]:
+    """Final losses by the same keys, the first cells of a table's rows; trains what is missing."""
+    results.run(jobs.values(), desc)
+    return {key: final_loss(results.losses(job)) for key, job in jobs.items()}
 
 
-def rows(final: Losses) -> list[list]:
-    """The rows of a table: kind, name, size, loss, stderr."""
-    return [
-        [kind, name, size, *cells(x)]
-        for kind, by_name in final.items()
-        for name, some in by_name.items()
-        for size, x in some.items()
-    ]
+def lines(final: dict[tuple, Tensor], part: str) -> dict[str, dict[int, Tensor]]:
+    """Final losses with keys (part, name, size) as {name: {size: losses}}."""
+    some = {(name, size): x for (where, name, size), x in final.items() if where == part}
+    return {name: {size: x for (n, size), x in some.items() if n == name} for name, _ in some}
 
 
 # ---------------------------------------------------------------- experiments
@@ -232,10 +219,10 @@ def width(suite: Suite, results: Results) -> Finding:
     suite.tune_baselines(results)
     found = Finding(2 * len(suite.families), head)
     tasks = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    jobs = suite.jobs(suite.contenders(), tasks)
+    jobs = suite.sweep(suite.contenders(), tasks)
     final = final_losses(results, jobs, "width")
     for f, ax, beside in zip(suite.families, found.axes[::2], found.axes[1::2], strict=True):
-        losses, parts, kind, top = final[f.kind], [], f.kind, f.widths[-1]
+        losses, parts, kind, top = lines(final, f.kind), [], f.kind, f.widths[-1]
         for name, by_width in losses.items():
             some = list(by_width.values())
             changes = [["", ""], *(cells(b - a) for a, b in pairwise(some))]
@@ -254,7 +241,7 @@ def width(suite: Suite, results: Results) -> Finding:
         found.checks |= width_checks(f, losses)
         draw_final(ax, losses, 1.1 * guess(kind), title=kind)
         ax.axvline(f.base, color="0.8", zorder=0)
-        curves = {name: results.losses(some[top]) for name, some in jobs[kind].items()}
+        curves = {name: results.losses(jobs[kind, name, top]) for name in losses}
         draw_curves(beside, curves, suite.steps, 1.2 * guess(kind), title=f"{kind}, width {top}")
     found.axes[0].legend(fontsize=8)
     return found
@@ -291,21 +278,26 @@ def rank(suite: Suite, results: Results) -> Finding:
     names, columns, jobs = list(who), list(product(runs, SIZES)), {}
     for f, (t, size) in product(suite.families, columns):
         task = f.task(f.columns[SIZES.index(size)])
-        some = [suite.job(c, task, runs[t], seeds=f.few) for c in who.values()]
-        jobs[f.kind, t, size] = some
+        jobs[f, t, size] = [suite.job(c, task, runs[t], seeds=f.few) for c in who.values()]
     results.run(chain(*jobs.values()), "rank")
     ranks = {f.kind: [] for f in suite.families}
-    for (kind, t, _), some in jobs.items():
+    for (f, t, _), some in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in some])
-        losses = losses.nan_to_num(guess(kind)).clamp_max(guess(kind))  # (who, seeds)
-        ranks[kind].append(ranked(losses.mean(1)))
-    ranks = {kind: torch.stack(rows) for kind, rows in ranks.items()}  # (columns, who) each
+        losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (who, seeds)
+        ranks[f.kind].append(ranked(losses.mean(1)))
+    ranks = {kind: torch.stack(some) for kind, some in ranks.items()}  # (columns, who) each
     ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
     found = Finding(len(ranks), ["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)])
-    for kind, rows in ranks.items():
-        for name, row in zip(names, rows.T.tolist(), strict=True):
-            found.rows.append([kind, name, *(f"{x:.2f}" for x in row)])
-    for kind, t in [*product(["all"], runs), *product([f.kind for f in suite.families], [1])]:
+    for ax, (kind, by_column) in zip(found.axes, ranks.items(), strict=True):
+        for name, row in zip(names, by_column.T, strict=True):
+            found.rows.append([kind, name, *(f"{x:.2f}" for x in row.tolist())])
+            for at in torch.arange(len(columns)).chunk(len(runs)):  # a line for each horizon
+                ax.plot(at, row[at], "o-", label="" if at[0] else label(name), color=colour(name))
+        ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
+        ax.set(xlabel="horizons, size", ylabel="average rank", title=f"{kind} tasks")
+        ax.invert_yaxis()
+    found.axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    for kind, t in [*product(["all"], runs), *((f.kind, 1) for f in suite.families)]:
         average = ranks[kind][[k for k, column in enumerate(columns) if column[0] == t]].mean(0)
         parts = [f"{label(names[k])} {float(average[k]):.2f}" for k in average.argsort()]
         where = "" if kind == "all" else f" on {kind} alone"
@@ -326,21 +318,7 @@ def rank(suite: Suite, results: Results) -> Finding:
             if inside and others:
                 claim = f"{claim}, {size}, after {t} horizon(s)"
                 found.checks[claim] = max(inside) < min(others)
-    draw_ranks(found.axes, ranks, names, columns)
     return found
-
-
-def draw_ranks(axes: list, ranks: dict, names: list[str], columns: list[tuple[int, str]]) -> None:
-    for ax, (kind, rows) in zip(axes, ranks.items(), strict=True):
-        for name, line in zip(names, rows.T, strict=True):
-            for k, part in enumerate(line.chunk(3)):  # one for each horizon
-                at = range(k * len(part), (k + 1) * len(part))
-                ax.plot(at, part, "o-", label="" if k else label(name), color=colour(name))
-        ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
-        ax.set(xlabel="horizons, size", title=f"{kind} tasks" if kind == "all" else kind)
-        ax.invert_yaxis()
-    axes[0].set_ylabel("average rank")
-    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def depth(suite: Suite, results: Results) -> Finding:
@@ -348,16 +326,16 @@ def depth(suite: Suite, results: Results) -> Finding:
     suite.tune_baselines(results)
     tasks = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
     found = Finding(2 * len(tasks), ("kind", "optimizer", "depth", "loss", "stderr"))
-    jobs = suite.jobs(suite.contenders(), tasks)
+    jobs = suite.sweep(suite.contenders(), tasks)
     final = final_losses(results, jobs, "depth")
-    found.rows += rows(final)
+    found.rows += [[*key, *cells(x)] for key, x in final.items()]
     for f, ax, beside in zip(tasks, found.axes[::2], found.axes[1::2], strict=True):
         kind, deepest, top = f.kind, f.depths[-1], 1.2 * guess(f.kind)
         layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
-        curves = {name: results.losses(some[deepest]) for name, some in jobs[kind].items()}
-        draw_final(ax, final[kind], top, "depth", title=f"{kind}, width {f.base}")
+        last = {name: some[deepest] for name, some in lines(final, kind).items()}
+        curves = {name: results.losses(jobs[kind, name, deepest]) for name in last}
+        draw_final(ax, lines(final, kind), top, "depth", title=f"{kind}, width {f.base}")
         draw_curves(beside, curves, suite.steps, top, title=f"{kind}, {layers}")
-        last = {name: some[deepest] for name, some in final[kind].items()}
         found.said.append(f"{kind}, {layers}, final loss: {ordered(last)}.")
         for mu, sp in PAIRS.items():
             if mu in last and sp in last:
@@ -495,12 +473,12 @@ def distribution(suite: Suite, results: Results) -> Finding:
     found, first = Finding(1, ("kind", "optimizer", "width", "loss", "stderr")), suite.families[0]
     kind, widths = first.kind, [w for w in first.widths if w <= 16 * first.base]
     who = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
-    jobs = suite.jobs(who, {first: {w: first.task(w) for w in widths}})
+    jobs = suite.sweep(who, {first: {w: first.task(w) for w in widths}})
     final = final_losses(results, jobs, "distribution")
-    found.rows += rows(final)
-    draw_final(found.axes[0], final[kind], 1.1 * guess(kind), title=kind)
+    found.rows += [[*key, *cells(x)] for key, x in final.items()]
+    draw_final(found.axes[0], lines(final, kind), 1.1 * guess(kind), title=kind)
     found.axes[0].legend(fontsize=8)
-    last = {name: losses[widths[-1]] for name, losses in final[kind].items()}
+    last = {name: final[kind, name, widths[-1]] for name in who}
     found.said.append(f"{kind}, width {widths[-1]}, final loss: {ordered(last)}.")
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
         claim = f"{label(a)} is ahead of {label(b)} at width {widths[-1]}"

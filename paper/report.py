@@ -86,9 +86,9 @@ def draw_final(
 
 def draw_curves(ax, curves: dict[str, Tensor], until: float, top: float, **settings) -> None:
     """Draw mean training curves over seeds; the last point is at `until`."""
-    for name, losses in curves.items():
+    for k, (name, losses) in enumerate(curves.items()):
         times = torch.arange(1, len(losses) + 1) * until / len(losses)
-        ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
+        ax.plot(times, losses.mean(1), label=label(name), color=colour(name, f"C{9 - k}"))
     ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
     loss_axis(ax, top)
 

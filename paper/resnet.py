@@ -12,12 +12,11 @@ import math
 from itertools import chain, product
 
 import torch
-from matplotlib import colormaps
 from torch import Tensor
 
 from evaluate import Job, Results
 from paper.claims import EXPERIMENTS, Suite, cells, falls, worse
-from paper.report import Finding, label
+from paper.report import Finding, draw_curves, label
 from training import final_loss
 
 NAMES = ("mulo_m", "lo_m")
@@ -69,14 +68,12 @@ def describe(found: Finding, final: Final) -> None:
 
 def draw(ax, name: str, jobs: dict[int, Job], results: Results) -> None:
     """Losses against steps, a colour for each width: train solid, test dashed."""
-    for k, (w, job) in enumerate(jobs.items()):
-        c = colormaps["viridis"](k / len(jobs))
-        train, test = results.losses(job).mean(1), results.losses(job, test=True).mean(1)
-        steps = torch.arange(1, len(train) + 1) * job.steps / len(train)
-        ax.plot(steps, train, color=c, label=str(w))
-        ax.plot(torch.linspace(0, job.steps, len(test)), test, "--", color=c)
-    top = 1.2 * math.log(job.get_task().classes)
-    ax.set(xlabel="step", ylabel="loss", ylim=(None, top), title=f"{label(name)} (dashed: test)")
+    curves, [job, *_] = {str(w): results.losses(job) for w, job in jobs.items()}, jobs.values()
+    top, title = 1.2 * math.log(job.get_task().classes), f"{label(name)} (dashed: test)"
+    draw_curves(ax, curves, job.steps, top, title=title)
+    for line, job in zip(list(ax.lines), jobs.values(), strict=True):
+        test = results.losses(job, test=True).mean(1)
+        ax.plot(torch.linspace(0, job.steps, len(test)), test, "--", color=line.get_color())
 
 
 EXPERIMENTS["resnet"] = resnet

@@ -31,10 +31,10 @@ def tuned(tmp_path_factory):
         patch.setattr(baselines, "TUNED", tmp_path_factory.mktemp("tuned"))
         for which, values in known.items():
             for family in SUITE.families:
-                baselines.remember(which, family.kind, 500, "constant", values)
-                baselines.remember(which, family.kind, SUITE.steps, "constant", values)
+                baselines.remember(values, which, family.kind, 500, "constant")
+                baselines.remember(values, which, family.kind, SUITE.steps, "constant")
             for times in MLPS.horizons:
-                baselines.remember(which, "fashion8_mlp", times * SUITE.steps, "cosine", values)
+                baselines.remember(values, which, "fashion8_mlp", times * SUITE.steps, "cosine")
         yield
 
 
@@ -81,7 +81,7 @@ def test_rank_counts_divergence_as_guessing(tmp_path):
         for times in (1, 5):
             for width in (8, 16):
                 job = alone.job(contender(who), MLPS.task(width), times)
-                results.curves |= {key: " ".join([str(loss)] * 50) for key in job.keys()}
+                results.kept |= {key: " ".join([str(loss)] * 50) for key in job.keys()}
     found = claims.rank(alone, results)
     order = "best first: μLO_M 1.00, μAdam 2.00, LO_M 3.50, AdamW 3.50."
     assert found.said[0] == f"Average rank after 1 horizon(s), {order}"
