@@ -215,39 +215,58 @@ def test_optimizers_of_one_name_are_told_apart(tmp_path, lo_m):
     assert len(results.kept) == 3
 
 
-def test_processes_give_what_one_does(tmp_path, lo_m):
-    """Losses and activations, trained by two processes and by one."""
-    probe = job(lo_m, 4, [0, 1], probe_at=(1, 3))
-    jobs = [job(lo_m, 4, [0]), job(contender("muadam"), 4, [0, 1]), probe]
-    for folder, processes in (("one", 1), ("two", 2)):
-        Results(tmp_path / folder, processes=processes).run(jobs)
-    one, two = Results(tmp_path / "one"), Results(tmp_path / "two")
-    assert one.kept == two.kept
-    assert len(one.kept) == 4
-    assert list(one.activations(probe)) == ["layers.0", "layers.1", "head"]
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A job that fails."""
+
+    def __str__(self):
+        return "broken"
+
+    def cost(self):
+        return 10**9
+
+    def run(self, *how):
+        raise OSError("it broke")
 
 
-def test_a_registered_task_is_known_by_its_file(tmp_path, monkeypatch, lo_m):
-    """Worker processes import it, losses below 0.0001 are kept, and an edit makes another row."""
+@pytest.fixture
+def own_task(tmp_path, monkeypatch):
+    """A file that registers a task, whose losses are below 0.001."""
     monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
     monkeypatch.setattr(tasks, "FILES", {})
     text = (ROOT / "examples" / "own_task.py").read_text().replace("square().mean()", "mean() ** 2")
     (tmp_path / "mine.py").write_text(text)
-    jobs = [Job(lo_m, f"{tmp_path}/mine.py_w{w}_d3", 4, seeds=(0,)) for w in (8, 16)]
-    assert jobs[0].task == "sines_w8_d3"
-    results = Results(tmp_path, processes=2)
-    results.run(jobs)
-    assert len(results.trained) == 2
-    assert 0 < results.losses(jobs[0]).min() < 1e-3
-    task = jobs[0].get_task()
-    expected = training.train(task, lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
-    torch.testing.assert_close(results.losses(jobs[0]), expected, rtol=1e-4, atol=0)
-    with pytest.raises(ValueError, match=rf"adamw is not .* tune {tmp_path}/mine\.py\.$"):
+    return tmp_path / "mine.py"
+
+
+def test_processes_give_what_one_does(tmp_path, lo_m, own_task):
+    """Losses, activations and a registered task, which they import; a failure stops no others."""
+    probe = job(lo_m, 4, [0, 1], probe_at=(1, 3))
+    jobs = [job(contender("muadam"), 4, [0, 1]), probe, Job(lo_m, f"{own_task}_w8_d3", 4)]
+    done = Results(tmp_path, processes=2).execute([Broken(), *jobs], "test")
+    found = [next(done) for _ in jobs]
+    assert {str(x): result for x, result in found} == {str(x): x.run() for x in jobs}
+    with pytest.raises(RuntimeError, match="1 of 4 jobs failed: broken: it broke"):
+        next(done)
+    assert list(Results(tmp_path).activations(probe)) == ["layers.0", "layers.1", "head"]
+
+
+def test_a_registered_task_is_known_by_its_file(tmp_path, lo_m, own_task):
+    """Losses below 0.0001 are kept, and an edit makes another row."""
+    mine = Job(lo_m, f"{own_task}_w8_d3", 4, seeds=(0,))
+    assert mine.task == "sines_w8_d3"
+    losses = Results(tmp_path).losses(mine)
+    assert 0 < losses.min() < 1e-3
+    expected = training.train(mine.get_task(), lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
+    with pytest.raises(ValueError, match=rf"adamw is not .* tune {own_task}\.$"):
         Job(contender("adamw"), "sines_w8_d3", 4).keys()
-    before = jobs[0].keys()
+    with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
+        Job(lo_m, f"{own_task}_w8_d3", 4, test=True)
+    before = mine.keys()
     tasks.KINDS.pop("sines"), tasks.FILES.clear()
-    (tmp_path / "mine.py").write_text(text + "# edited\n")
-    assert Job(lo_m, f"{tmp_path}/mine.py_w8_d3", 4, seeds=(0,)).keys() != before
+    own_task.write_text(own_task.read_text() + "# edited\n")
+    assert Job(lo_m, f"{own_task}_w8_d3", 4, seeds=(0,)).keys() != before
 
 
 def test_baselines_tuned_for_these_steps_will_do(tmp_path, monkeypatch):
@@ -278,28 +297,6 @@ def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
     assert first.keys() != second.keys()
     results = Results(tmp_path)
     assert results.losses(first)[-1] < results.losses(second)[-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Broken:
-    """A job that fails."""
-
-    def __str__(self):
-        return "broken"
-
-    def cost(self):
-        return 10**9
-
-    def run(self, *how):
-        raise OSError("it broke")
-
-
-def test_a_failure_does_not_stop_the_others(tmp_path, lo_m):
-    good = job(lo_m, 4, [0])
-    done = Results(tmp_path, processes=2).execute([Broken(), good], "test")
-    assert next(done)[0] == good
-    with pytest.raises(RuntimeError, match="1 of 2 jobs failed: broken: it broke"):
-        list(done)
 
 
 def test_jobs_that_cannot_be(lo_m):
@@ -342,14 +339,6 @@ def test_test_loss_is_of_data_held_out(tmp_path):
     assert found.shape == (11, 2)
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-4)
     assert found[-1].max() < found[0].min() - 0.2  # the nets do learn
-
-
-def test_a_registered_task_has_no_test_data(monkeypatch, lo_m):
-    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
-    monkeypatch.setattr(tasks, "FILES", {})
-    own = f"{ROOT}/examples/own_task.py_w8_d3"
-    with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
-        Job(lo_m, own, 4, test=True)
 
 
 def test_pre_activations_are_the_layers_outputs():

@@ -45,6 +45,7 @@ def test_findings_are_written(tmp_path):
     found.rows += [["1, 2", 3], ["mulo_m", 4]]
     found.said, found.checks = ["One.", "Two."], {"it holds": True}
     report.keep(found, "depth", tmp_path / "new")
+    assert (tmp_path / "new" / "depth.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "new" / "depth.json").read_text()) == {
         "said": "One.\nTwo.", "checks": {"it holds": True},
     }  # fmt: skip
