@@ -120,8 +120,6 @@ class Job:
     values: dict | None = dataclasses.field(default=None, compare=False)  # a baseline's
 
     def __post_init__(self):
-        if self.steps < 1 or not self.seeds:
-            raise ValueError("steps and seeds must be 1 or more.")
         task = self.get_task()  # raises an error if there is none of that name
         object.__setattr__(self, "task", task.name)  # not a path, if it was given by its file
         if self.who.lo is None and self.values is None:  # read once: tuning may change the file
@@ -140,10 +138,9 @@ class Job:
         A digest of the weights or tuned values, rules, batch size, what was held out and the file
         of a registered task tells namesakes apart.
         """
-        task, values = self.get_task(), None
-        if not self.who.lo:
-            values = self.values or self._tuned()  # raises if it is not tuned
-        what = list(values.values()) if values else checkpoints.digest(self.who.lo)
+        lo, task = self.who.lo, self.get_task()
+        values = {} if lo else self.values or self._tuned()  # raises if it is not tuned
+        what = checkpoints.digest(lo) if lo else list(values.values())
         what = f"{what} {self.who.rules} {task.batch_size}" + (task.own.digest if task.own else "")
         what += " test" * self.test
         digest = hashlib.sha256(what.encode()).hexdigest()[:8]
@@ -154,9 +151,6 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.who.name} on {self.task}"
-
-    def cost(self) -> int:
-        return baselines.rough_cost(self.get_task(), self.steps, len(self.seeds))
 
     def run(self, device: str = "cpu", backend: str = "auto") -> list:
         """Train, and return the result for each of `keys`."""
@@ -248,6 +242,12 @@ def _prepare_process(files: Iterable[str] = ()) -> None:
         tasks.load_file(file)
 
 
+def _rough_cost(job) -> int:
+    """Of a Job or a Tuning, in arbitrary units; runs of meta-training count alike."""
+    task = tasks.get(job.task) if hasattr(job, "task") else None
+    return job.steps * len(job.seeds) * (task.depth * task.width**2 + 20_000) if task else 0
+
+
 class Results:
     """Finished jobs, in a folder: losses.csv, and watch.json for activations. Each job is saved as
     it ends, so an interrupted evaluation goes on from there."""
@@ -311,8 +311,8 @@ class Results:
         return self.kept[job.keys()[0]]
 
     def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
-        """Run jobs, which have a `cost` and `run`, longest first; yield each with its result."""
-        jobs = sorted(jobs, key=lambda job: job.cost(), reverse=True)
+        """Run jobs, the longest first; yield each with its result."""
+        jobs = sorted(jobs, key=_rough_cost, reverse=True)
         if min(self.processes, len(jobs)) > 1:
             done = self._in_processes(jobs)
         else:

@@ -50,9 +50,6 @@ class MetaTraining:
     def __str__(self) -> str:
         return self.path.stem
 
-    def cost(self) -> int:
-        return self.recipe.steps * self.recipe.pairs
-
     def done(self) -> bool:
         """Whether the file is there, and was made by this recipe."""
         if not self.path.exists():

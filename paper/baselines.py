@@ -71,8 +71,6 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
 
     "cosine2", from 2 to 0.2, is for learned optimizers in short runs.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
     peak = SCHEDULES[name]
     return (lambda t: peak * float(training.cosine(t / steps))) if peak else None
 
@@ -138,11 +136,6 @@ def tuned(which: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     raise ValueError(f"{which} is not tuned for {kind}: run python evaluate.py tune {kind}{flags}.")
 
 
-def rough_cost(task: tasks.Task, steps: int, nets: int) -> int:
-    """In arbitrary units, to start the longest jobs first."""
-    return steps * nets * (task.depth * task.width**2 + 20_000)
-
-
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """A search for a baseline's values, as a job for `evaluate.Results.execute`.
@@ -171,10 +164,6 @@ class Tuning:
         task = tasks.get(self.task)
         width = task.width if self.every_width else None
         return self.which, task.kind, self.steps, self.schedule, width
-
-    def cost(self) -> int:
-        nets = len(self.rates()) + FINALISTS * len(self.seeds)
-        return rough_cost(tasks.get(self.task), self.steps, nets)
 
     def search(self, configs: list[dict], seeds: Sequence[int], device: str) -> list[dict]:
         """Every configuration with its final loss (mean over the seeds), best first."""

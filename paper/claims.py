@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise, product
 
 import torch
@@ -218,8 +218,8 @@ def width(suite: Suite, results: Results) -> Finding:
     head = ("kind", "optimizer", "width", "loss", "stderr", "change", "its stderr")
     suite.tune_baselines(results)
     found = Finding(2 * len(suite.families), head)
-    tasks = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    jobs = suite.sweep(suite.contenders(), tasks)
+    tested = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
+    jobs = suite.sweep(suite.contenders(), tested)
     final = final_losses(results, jobs, "width")
     for f, ax, beside in zip(suite.families, found.axes[::2], found.axes[1::2], strict=True):
         losses, parts, kind, top = lines(final, f.kind), [], f.kind, f.widths[-1]
@@ -324,12 +324,12 @@ def rank(suite: Suite, results: Results) -> Finding:
 def depth(suite: Suite, results: Results) -> Finding:
     """Nets of 3 to 16 layers or blocks."""
     suite.tune_baselines(results)
-    tasks = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
-    found = Finding(2 * len(tasks), ("kind", "optimizer", "depth", "loss", "stderr"))
-    jobs = suite.sweep(suite.contenders(), tasks)
+    tested = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
+    found = Finding(2 * len(tested), ("kind", "optimizer", "depth", "loss", "stderr"))
+    jobs = suite.sweep(suite.contenders(), tested)
     final = final_losses(results, jobs, "depth")
     found.rows += [[*key, *cells(x)] for key, x in final.items()]
-    for f, ax, beside in zip(tasks, found.axes[::2], found.axes[1::2], strict=True):
+    for f, ax, beside in zip(tested, found.axes[::2], found.axes[1::2], strict=True):
         kind, deepest, top = f.kind, f.depths[-1], 1.2 * guess(f.kind)
         layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
         last = {name: some[deepest] for name, some in lines(final, kind).items()}
@@ -370,8 +370,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
         curves = {name: results.losses(job) for name, job in some.items()}
         for name, losses in curves.items():
             final[name] = final_loss(losses)
-            tenth = min(5, len(losses))
-            lowest = float(losses.mean(1).unfold(0, tenth, 1).mean(-1).min())  # of any tenth
+            lowest = float(losses.mean(1).unfold(0, 5, 1).mean(-1).min())  # of any tenth
             row = [f.kind, schedule, times, name, *cells(final[name]), f"{lowest:.4f}"]
             found.rows.append(row)
             if schedule == "constant" and name in PAIRS:
@@ -395,21 +394,21 @@ def coord(suite: Suite, results: Results) -> Finding:
     widths = [w for w in first.widths if w <= 16 * first.base]
     at = [t for t in (5, 10, 50, 100, 250, 499) if t < suite.steps]  # before, hidden layers rest
     head = ["optimizer", "against", "layer", "mean |slope|", *(f"t={t}" for t in at)]
-    tests = {(c.name, "width"): (c, widths, [first.task(w) for w in widths])
-             for c in who.values()}  # fmt: skip
+
+    def jobs(c: Contender, named: Iterable[str]) -> list[Job]:
+        return [suite.job(c, task, seeds=3, probe_at=at) for task in named]
+
+    tests = {(name, "width"): (widths, jobs(c, map(first.task, widths))) for name, c in who.items()}
     if "mulo_m" in who and suite.images:
         mine, sizes = who["mulo_m"], list(suite.images)
-        named = [f"{suite.images[n]}_w{first.base}_d3_b64" for n in sizes]
-        off = dataclasses.replace(
-            mine, name="mulo_m without input rule", lo=mine.lo.with_config(input_base=None)
-        )
-        tests |= {(c.name, "input size"): (c, sizes, named) for c in (mine, off)}
-    found, jobs = Finding(len(tests), head), {}
-    for key, (c, _, named) in tests.items():
-        jobs[key] = [suite.job(c, task, seeds=3, probe_at=at) for task in named]
-    results.run(chain(*jobs.values()), "coord")
-    for ax, ((name, against), (c, sizes, _)) in zip(found.axes, tests.items(), strict=True):
-        probed, worst = [results.activations(job) for job in jobs[name, against]], 0.0
+        off = mine.lo.with_config(input_base=None)
+        off = dataclasses.replace(mine, name="mulo_m without input rule", lo=off)
+        named = [f"{kind}_w{first.base}_d3_b64" for kind in suite.images.values()]
+        tests |= {(c.name, "input size"): (sizes, jobs(c, named)) for c in (mine, off)}
+    found = Finding(len(tests), head)
+    results.run(chain(*(some for _, some in tests.values())), "coord")
+    for ax, ((name, against), (sizes, some)) in zip(found.axes, tests.items(), strict=True):
+        probed, worst = [results.activations(job) for job in some], 0.0
         for layer in probed[0]:
             drift = torch.tensor([[change for change, _ in x[layer]] for x in probed]).double()
             slopes = roles.slope(sizes, drift.T)  # (times,)
@@ -420,7 +419,7 @@ def coord(suite: Suite, results: Results) -> Finding:
             ax.plot(sizes, drift[:, -1], marker="o", label=f"{layer} ({mean:.2f})")
         verdict, of = "pass" if worst <= 0.1 else "fail", f"{label(name)}, {against}"
         verdicts.append(f"{of} {verdict} ({worst:.2f})")
-        passes = bool(c.rules) and name != "mulo_m without input rule"
+        passes = bool(some[0].who.rules) and name != "mulo_m without input rule"
         claim = f"{label(name)} {'passes' if passes else 'fails'} the coordinate check in {against}"
         found.checks[claim] = (worst <= 0.1) == passes
         width_axis(ax, sizes)

@@ -63,8 +63,8 @@ def save(fig: Figure, path: Path) -> None:
 
 def colour(name: str, other: str = "0.4") -> str:
     """An optimizer of a recipe has the same colour in every figure."""
-    known = list(LABELS).index(name) if name in LABELS else None
-    return other if known is None else f"C{known}" if known < 10 else "k"  # there are ten
+    known = dict(zip(LABELS, range(10), strict=False))  # there are ten
+    return f"C{known[name]}" if name in known else "k" if name in LABELS else other
 
 
 def draw_final(
@@ -113,11 +113,12 @@ def read_table(path: Path) -> list[list[str]]:
 
 def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
     """Draw README's picture from width.csv and coord.csv, if both are there."""
-    if not all((folder / f"{name}.csv").exists() for name in ("width", "coord")):
+    tables = [folder / f"{name}.csv" for name in ("width", "coord")]
+    if not all(path.exists() for path in tables):
         return
-    (fig, (wide, check)), rows = figure(2), read_table(folder / "width.csv")
+    (fig, (wide, check)), (losses, drifts) = figure(2), map(read_table, tables)
     for name in ("mulo_m", "lo_m", "adamw", "muadam"):
-        here = [row for row in rows if row[:2] == [kind, name]]
+        here = [row for row in losses if row[:2] == [kind, name]]
         widths, *values = ([float(row[k]) for row in here] for k in (2, 3, 4))  # loss, stderr
         style = "-" if name.endswith("_m") else "--"
         wide.errorbar(widths, *values, capsize=2, label=label(name), color=colour(name), ls=style)
@@ -128,7 +129,7 @@ def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
     wide.minorticks_off()
     wide.set_title(f"{kind}: wider than meta-trained")
     wide.legend(fontsize=8)
-    rows = [row for row in read_table(folder / "coord.csv") if row[1] == "width"]
+    rows = [row for row in drifts if row[1] == "width"]
     names = list(dict.fromkeys(row[0] for row in rows))
     for x, name in enumerate(names):
         slopes = [min(float(row[3]), 2.0) for row in rows if row[0] == name]
@@ -232,7 +233,6 @@ optimizers named by `--who`, else the shipped ones, on tasks of the paper's size
 
 def keep(found: Finding, name: str, folder: Path) -> None:
     """Write an experiment's table, its figure and what it found."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / f"{name}.csv", found.rows)
     save(found.figure, folder / f"{name}.png")
     content = {"said": "\n".join(found.said), "checks": found.checks}
@@ -252,9 +252,8 @@ def section(name: str, found: dict, folder: Path, link: str) -> list[str]:
     lines = [f"## {title}", "", f"**Paper.** {paper.strip()}", ""]
     lines += [f"**Here** (`python evaluate.py {name}`). " + found["said"].replace("\n", "\n\n"), ""]
     lines += [f"- {'yes' if holds else '**no**'}: {x}" for x, holds in found["checks"].items()]
-    if (folder / f"{name}.png").exists():
-        lines += ["", f"![{title}]({link}/{name}.png)"]
     rows = markdown(folder / f"{name}.csv")
+    lines += ["", f"![{title}]({link}/{name}.png)"]
     lines += ["", f"<details><summary>{name}.csv, {len(rows) - 2} rows</summary>", ""]
     return [*lines, *rows, "", "</details>", ""]
 

@@ -105,8 +105,6 @@ def test_schedules():
     for t, factor in ((0, 1), (50, 0.55), (100, 0.1)):
         assert cosine(t) == pytest.approx(factor)
     assert baselines.schedule_of("constant", 100) is None
-    with pytest.raises(ValueError, match="use constant or cosine"):
-        baselines.schedule_of("linear", 100)
 
 
 # ---------------------------------------------------------------- jobs and results
@@ -222,9 +220,6 @@ class Broken:
     def __str__(self):
         return "broken"
 
-    def cost(self):
-        return 10**9
-
     def run(self, *how):
         raise OSError("it broke")
 
@@ -302,9 +297,6 @@ def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
 def test_jobs_that_cannot_be(lo_m):
     with pytest.raises(ValueError, match="unknown task"):
         Job(lo_m, "foo", 4)
-    for steps, seeds in ((0, [0]), (4, [])):
-        with pytest.raises(ValueError, match="steps and seeds must be 1 or more"):
-            job(lo_m, steps, seeds)
 
 
 def test_divergence_is_a_result(tmp_path, monkeypatch):
