@@ -4,7 +4,7 @@
     python metatrain.py mulo_m --scale paper --dry-run --card 1000,60   # GB/s, TFLOP/s
     python evaluate.py width --scale paper --dry-run                    # every job of it
 
-One inner step of each task runs on the meta device, where tensors have no data, under a mode that
+One step of each task's nets runs on the meta device, where tensors have no data, under a mode that
 counts the bytes that are alive, and each operation's bytes and FLOPs. An operation takes the
 longest of its bytes over the card's bandwidth, its FLOPs over the card's speed, and a launch. The
 kernels of the learned optimizer's step are counted by hand (`kernel_seconds`).
@@ -139,12 +139,6 @@ class Step(NamedTuple):
         return self.count.seconds(on, tf32) + by_kernel
 
 
-def counted(count: Count, opt: training.Learned | training.Adam, theta: dict, state: dict) -> Step:
-    held = sum(x.nbytes for x in (*theta.values(), *state.values()))
-    kernel = opt.config if getattr(opt, "backend", None) == "kernel" else None
-    return Step(sum(p.numel() for p in theta.values()), held, count, kernel)
-
-
 def meta_batch(task: tasks.Task, n: int) -> tuple[Tensor, ...]:
     """A batch for each of n nets on the meta device."""
     if task.own:
@@ -156,26 +150,25 @@ def meta_batch(task: tasks.Task, n: int) -> tuple[Tensor, ...]:
     return x, torch.zeros(n, task.batch_size, device="meta", dtype=torch.long)
 
 
-def inner_step(particles: pes.Particles) -> Step:
-    """A step of meta-training's nets, on the meta device."""
-    n = 2 * len(particles.t)
-    with Count() as count:
-        phi = torch.zeros(n, particles.xi.shape[1], device="meta")
-        weights = particles.opt.prepare(pes.unflatten(phi, particles.lo))
-        particles.inner_step(weights, meta_batch(particles.task, n))
-    return counted(count, particles.opt, particles.theta, particles.state)
-
-
 @functools.cache
 @torch.no_grad()
-def nets_step(task: tasks.Task, optimizer: LOConfig | str, n: int) -> Step:
-    """A step of n nets as in `training.train`, on the meta device; a baseline is given by name."""
+def nets_step(
+    task: tasks.Task,
+    optimizer: LOConfig | str,  # a baseline is given by name
+    n: int,
+    backend: str = "auto",
+    perturbed: bool = False,  # as in meta-training: every net has weights phi of its own
+) -> Step:
+    """A step of n nets as in `training.train`, on the meta device."""
     shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
     theta = {k: torch.zeros(n, *shape, device="meta") for k, shape in shapes.items()}
-    if isinstance(optimizer, LOConfig):
+    learned = isinstance(optimizer, LOConfig)
+    if learned:
         with torch.device("meta"):
             phi = stacked(NETS[optimizer.net](optimizer))
-        opt = training.Learned(optimizer, task, "meta")
+        if perturbed:
+            phi = {k: torch.cat([w] * n) for k, w in phi.items()}
+        opt = training.Learned(optimizer, task, "meta", backend)
         state = opt.init(theta, phi, torch.full((n,), 1000.0))
         weights, t = opt.prepare(phi), torch.zeros(n, device="meta")
     else:
@@ -183,12 +176,15 @@ def nets_step(task: tasks.Task, optimizer: LOConfig | str, n: int) -> Step:
         opt = make(task, torch.full((n,), 1e-3), weight_decay=0.01)
         state = opt.init(theta)
     with Count() as count:
-        losses, grads = training.gradients(task, theta, meta_batch(task, n))
-        if isinstance(opt, training.Adam):
-            opt.step(state, theta, grads, 0)
-        else:
+        batch = meta_batch(task, n)  # alive during the step too
+        losses, grads = training.gradients(task, theta, batch)
+        if learned:
             opt.step(weights, state, theta, grads, losses, t)
-    return counted(count, opt, theta, state)
+        else:
+            opt.step(state, theta, grads, 0)
+    held = sum(x.nbytes for x in (*theta.values(), *state.values()))
+    kernel = optimizer if learned and opt.backend == "kernel" else None
+    return Step(sum(p.numel() for p in theta.values()), held, count, kernel)
 
 
 def kernel_seconds(config: LOConfig, entries: int, on: Card) -> float:
@@ -204,10 +200,11 @@ def meta_training(trainer: pes.Trainer, on: Card) -> tuple[list[tuple], float, f
     """Of each task: bytes held, bytes more while nets train, seconds of a truncation. Of the run:
     bytes, seconds of an outer step. The Trainer is on the meta device."""
     r, parts = trainer.recipe, []
-    for groups in trainer.particles:
-        held = sum(x.nbytes for p in groups for x in (*p.theta.values(), *p.state.values(), p.xi))
-        step = inner_step(groups[0])
-        parts.append((held, step.count.peak, step.seconds(on, r.tf32) * r.truncation * len(groups)))
+    n, groups = 2 * min(r.micro_batch, r.pairs), math.ceil(r.pairs / r.micro_batch)
+    for task in trainer.tasks:
+        step = nets_step(task, trainer.lo.config, n, r.backend, perturbed=True)
+        held = step.held * 2 * r.pairs // n + r.pairs * trainer.phi.nbytes  # nets, state, xi
+        parts.append((held, step.count.peak, step.seconds(on, r.tf32) * r.truncation * groups))
     held, more, seconds = zip(*parts, strict=True)
     outer = sum(seconds) * (r.per_step or len(seconds)) / len(seconds)
     return parts, sum(held) + max(more) + data_bytes(trainer.tasks) + CONTEXT, outer
@@ -217,12 +214,11 @@ def report(trainer: pes.Trainer, on: Card) -> str:
     """Memory and time of a run, from a Trainer on the meta device, in sentences."""
     r, lines = trainer.recipe, []
     parts, total, outer = meta_training(trainer, on)
-    for task, groups, part in zip(trainer.tasks, trainer.particles, parts, strict=True):
-        held, more, seconds = part
+    for task, (held, more, seconds) in zip(trainer.tasks, parts, strict=True):
         lines.append(
             f"{task.name}: nets and their state {held / 2**30:.2f} GiB, while "
-            f"{2 * len(groups[0].t)} of {2 * r.pairs} nets train {more / 2**30:.2f} GiB more; "
-            f"{seconds:.2f} s per truncation of {r.truncation} steps"
+            f"{2 * min(r.micro_batch, r.pairs)} of {2 * r.pairs} nets train {more / 2**30:.2f} GiB "
+            f"more; {seconds:.2f} s per truncation of {r.truncation} steps"
         )
     data, hours = data_bytes(trainer.tasks), outer * r.steps / 3600
     paper = f" (the paper: {PAPER_HOURS[r.name]} h)" if r.scale == "paper" else ""

@@ -324,16 +324,14 @@ class Results:
             self.processes, get_context("spawn"), _prepare_process, (list(tasks.FILES),)
         ) as pool:
             started = {pool.submit(job.run, *self.how): job for job in jobs}
-            failed = []
             try:
                 for future in as_completed(started):
-                    if future.exception():  # the other jobs go on
-                        failed.append((started[future], future.exception()))
-                    else:
+                    if not future.exception():  # after a failure the others go on
                         yield started[future], future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        failed = [(job, x.exception()) for x, job in started.items() if x.exception()]
         if failed:
             texts = "; ".join(f"{job}: {error}" for job, error in failed)
             said = f"{len(failed)} of {len(jobs)} jobs failed: {texts}"

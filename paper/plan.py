@@ -79,7 +79,7 @@ def cost(job: Job | Tuning | MetaTraining, on: estimate.Card) -> Cost:
         r = job.recipe
         trainer = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
         _, size, seconds = estimate.meta_training(trainer, on)
-        most = max(sum(p[0].numel() for p in x[0].theta.values()) for x in trainer.particles)
+        most = max(sum(p.numel() for p in x.skeleton().parameters()) for x in trainer.tasks)
         return Cost(r.steps, 2 * r.pairs, most, size, seconds * r.steps / 3600)
     if isinstance(job, Tuning):
         task, optimizer = tasks.get(job.task), job.which

@@ -51,10 +51,7 @@ def figure(panels: int) -> tuple[Figure, list]:
     columns = min(panels, 4)
     rows = math.ceil(panels / columns)
     fig = Figure(figsize=(4.4 * columns, 3.6 * rows), layout="constrained")
-    axes = list(fig.subplots(rows, columns, squeeze=False).flat)
-    for ax in axes[panels:]:
-        ax.remove()
-    return fig, axes[:panels]
+    return fig, [fig.add_subplot(rows, columns, k + 1) for k in range(panels)]
 
 
 def save(fig: Figure, path: Path) -> None:
