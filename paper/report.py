@@ -73,8 +73,7 @@ def draw_final(
         means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
         ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, label=label(name), color=c)
         diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
-        height = [0.98 - 0.03 * k] * len(diverged)
-        ax.scatter(diverged, height, marker="x", color=c, transform=ax.get_xaxis_transform())
+        ax.plot(diverged, [(0.98 - 0.02 * k) * top] * len(diverged), "x", color=c)
     if xlabel == "width":
         width_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
     ax.set(xlabel=xlabel, ylabel="final loss", **settings)
