@@ -4,10 +4,10 @@
     python metatrain.py mulo_m --scale paper --dry-run --card 1000,60   # GB/s, TFLOP/s
     python evaluate.py width --scale paper --dry-run                    # every job of it
 
-One inner step of each task runs on the meta device, where tensors have no data, under a mode that
+One step of each task's nets runs on the meta device, where tensors have no data, under a mode that
 counts the bytes that are alive, and each operation's bytes and FLOPs. An operation takes the
 longest of its bytes over the card's bandwidth, its FLOPs over the card's speed, and a launch. The
-kernels of the learned optimizer's step are counted by hand (`step_cost`).
+kernels of the learned optimizer's step are counted by hand (`kernel_seconds`).
 """
 
 from __future__ import annotations
@@ -126,51 +126,49 @@ class Count(TorchDispatchMode):
         return sum(max(LAUNCH, size / memory, flops / speed) for size, flops in self.operations)
 
 
-def meta_batch(task: tasks.Task, n: int, size: int) -> tuple[Tensor, ...]:
-    """A batch for each of n nets on the meta device."""
-    if task.own:
-        drawn = training.batches(task.data(), [torch.Generator()] * n, size)
-        return tuple(b.to("meta") for b in drawn)
-    x = torch.zeros(n, size, *task.shape, device="meta")
-    if task.family == "lm":
-        return x.long(), x.long(), x.bool()
-    return x, torch.zeros(n, size, device="meta", dtype=torch.long)
-
-
-def inner_step(task: tasks.Task, particles: pes.Particles) -> Count:
-    """One inner step of some particles on the meta device, counted."""
-    n = 2 * len(particles.t)
-    with Count() as count:
-        batch = meta_batch(task, n, particles.recipe.batch_size)
-        phi = torch.zeros(n, particles.xi.shape[1], device="meta")
-        particles.inner_step(particles.opt.prepare(pes.unflatten(phi, particles.lo)), batch)
-    return count
-
-
-class Nets(NamedTuple):
-    """One step of some nets of an evaluation."""
+class Step(NamedTuple):
+    """One step of some nets side by side, counted."""
 
     entries: int  # parameters of all nets
     held: int  # bytes of the nets and the optimizer's state
     count: Count
     kernel: LOConfig | None  # of a learned optimizer, if its step is a kernel
 
-    def seconds(self, on: Card) -> float:
+    def seconds(self, on: Card, tf32: bool = False) -> float:
         by_kernel = kernel_seconds(self.kernel, self.entries, on) if self.kernel else 0.0
-        return self.count.seconds(on, tf32=False) + by_kernel
+        return self.count.seconds(on, tf32) + by_kernel
+
+
+def meta_batch(task: tasks.Task, n: int) -> tuple[Tensor, ...]:
+    """A batch for each of n nets on the meta device."""
+    if task.own:
+        drawn = training.batches(task.data(), [torch.Generator()] * n, task.batch_size)
+        return tuple(b.to("meta") for b in drawn)
+    x = torch.zeros(n, task.batch_size, *task.shape, device="meta")
+    if task.family == "lm":
+        return x.long(), x.long(), x.bool()
+    return x, torch.zeros(n, task.batch_size, device="meta", dtype=torch.long)
 
 
 @functools.cache
 @torch.no_grad()
-def nets_step(task: tasks.Task, optimizer: LOConfig | str, n: int) -> Nets:
-    """A step of n nets as in `training.train`, on the meta device; a baseline is given by name."""
+def nets_step(
+    task: tasks.Task,
+    optimizer: LOConfig | str,  # a baseline is given by name
+    n: int,
+    backend: str = "auto",
+    perturbed: bool = False,  # as in meta-training: every net has weights phi of its own
+) -> Step:
+    """A step of n nets as in `training.train`, on the meta device."""
     shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
     theta = {k: torch.zeros(n, *shape, device="meta") for k, shape in shapes.items()}
     learned = isinstance(optimizer, LOConfig)
     if learned:
         with torch.device("meta"):
             phi = stacked(NETS[optimizer.net](optimizer))
-        opt = training.Learned(optimizer, task, "meta")
+        if perturbed:
+            phi = {k: torch.cat([w] * n) for k, w in phi.items()}
+        opt = training.Learned(optimizer, task, "meta", backend)
         state = opt.init(theta, phi, torch.full((n,), 1000.0))
         weights, t = opt.prepare(phi), torch.zeros(n, device="meta")
     else:
@@ -178,71 +176,57 @@ def nets_step(task: tasks.Task, optimizer: LOConfig | str, n: int) -> Nets:
         opt = make(task, torch.full((n,), 1e-3), weight_decay=0.01)
         state = opt.init(theta)
     with Count() as count:
-        losses, grads = training.gradients(task, theta, meta_batch(task, n, task.batch_size))
+        batch = meta_batch(task, n)  # alive during the step too
+        losses, grads = training.gradients(task, theta, batch)
         if learned:
             opt.step(weights, state, theta, grads, losses, t)
         else:
             opt.step(state, theta, grads, 0)
     held = sum(x.nbytes for x in (*theta.values(), *state.values()))
     kernel = optimizer if learned and opt.backend == "kernel" else None
-    return Nets(sum(p.numel() for p in theta.values()), held, count, kernel)
+    return Step(sum(p.numel() for p in theta.values()), held, count, kernel)
 
 
-def step_cost(config, entries: int) -> tuple[float, float]:
-    """Bytes and FLOPs of a kernel's step: three passes over p, g, M, V; the network per entry."""
+def kernel_seconds(config: LOConfig, entries: int, on: Card) -> float:
+    """Of a learned optimizer's step by the kernel: three passes over p, g, M, V, which are 4, 40
+    and 28 bytes per entry; the network; 150 FLOPs for features, exp and sums."""
     h, dense = config.hidden_size, 16 if config.net == "small_fc" else 18
     network = 2 * (dense * h + (config.hidden_layers - 1) * h * h + 2 * h)
-    return 72.0 * entries, (network + 150.0) * entries  # 4 + 40 + 28 bytes; features, exp, sums
+    compute = entries * (network + 150) / (BUSY_MATMUL * on.fp32)
+    return entries * 72 / (BUSY_MEMORY * on.bandwidth) + compute + LAUNCHES * LAUNCH
 
 
-def kernel_seconds(config, entries: int, on: Card) -> float:
-    """Of a learned optimizer's step by the kernel."""
-    size, flops = step_cost(config, entries)
-    compute = flops / (BUSY_MATMUL * on.fp32)
-    return size / (BUSY_MEMORY * on.bandwidth) + compute + LAUNCHES * LAUNCH
-
-
-def task_estimate(trainer: pes.Trainer, index: int, on: Card) -> tuple[int, int, float]:
-    """Of one task: bytes held, bytes more while nets train, seconds of a truncation."""
-    task, groups, r = trainer.tasks[index], trainer.particles[index], trainer.recipe
-    held = sum(x.nbytes for p in groups for x in (*p.theta.values(), *p.state.values(), p.xi))
-    count = inner_step(task, groups[0])
-    seconds = count.seconds(on, r.tf32)
-    if groups[0].opt.backend == "kernel":
-        entries = sum(p.numel() for p in groups[0].theta.values())
-        seconds += kernel_seconds(trainer.lo.config, entries, on)
-    return held, count.peak, seconds * r.truncation * len(groups)
-
-
-def run_estimate(trainer: pes.Trainer, parts: list[tuple[int, int, float]]) -> tuple[float, float]:
-    """Of a run, from the `task_estimate` of each task: bytes, seconds of an outer step."""
+def meta_training(trainer: pes.Trainer, on: Card) -> tuple[list[tuple], float, float]:
+    """Of each task: bytes held, bytes more while nets train, seconds of a truncation. Of the run:
+    bytes, seconds of an outer step. The Trainer is on the meta device."""
+    r, parts = trainer.recipe, []
+    n, groups = 2 * min(r.micro_batch, r.pairs), math.ceil(r.pairs / r.micro_batch)
+    for task in trainer.tasks:
+        step = nets_step(task, trainer.lo.config, n, r.backend, perturbed=True)
+        held = step.held * 2 * r.pairs // n + r.pairs * trainer.phi.nbytes  # nets, state, xi
+        parts.append((held, step.count.peak, step.seconds(on, r.tf32) * r.truncation * groups))
     held, more, seconds = zip(*parts, strict=True)
-    outer = sum(seconds) * (trainer.recipe.per_step or len(seconds)) / len(seconds)
-    return sum(held) + max(more) + data_bytes(trainer.tasks) + CONTEXT, outer
+    outer = sum(seconds) * (r.per_step or len(seconds)) / len(seconds)
+    return parts, sum(held) + max(more) + data_bytes(trainer.tasks) + CONTEXT, outer
 
 
 def report(trainer: pes.Trainer, on: Card) -> str:
     """Memory and time of a run, from a Trainer on the meta device, in sentences."""
-    r, lines, parts = trainer.recipe, [], []
-    for k, task in enumerate(trainer.tasks):
-        held, more, seconds = part = task_estimate(trainer, k, on)
-        parts.append(part)
+    r, lines = trainer.recipe, []
+    parts, total, outer = meta_training(trainer, on)
+    for task, (held, more, seconds) in zip(trainer.tasks, parts, strict=True):
         lines.append(
             f"{task.name}: nets and their state {held / 2**30:.2f} GiB, while "
-            f"{2 * len(trainer.particles[k][0].t)} of {2 * r.pairs} nets train "
-            f"{more / 2**30:.2f} GiB more; {seconds:.2f} s per truncation of {r.truncation} steps"
+            f"{2 * min(r.micro_batch, r.pairs)} of {2 * r.pairs} nets train {more / 2**30:.2f} GiB "
+            f"more; {seconds:.2f} s per truncation of {r.truncation} steps"
         )
-    total, outer = run_estimate(trainer, parts)
-    data = data_bytes(trainer.tasks)
-    lines.append(
+    data, hours = data_bytes(trainer.tasks), outer * r.steps / 3600
+    paper = f" (the paper: {PAPER_HOURS[r.name]} h)" if r.scale == "paper" else ""
+    return "\n".join([
+        *lines,
         f"{r.name}, {len(trainer.phi):,} weights: about {total / 2**30:.2f} GiB, of which the data "
         f"set {data / 2**30:.2f} and the CUDA context {CONTEXT / 2**30:.1f}; a smaller "
-        "--micro-batch takes less"
-    )
-    hours = outer * r.steps / 3600
-    paper = f" (the paper: {PAPER_HOURS[r.name]} h)" if r.scale == "paper" else ""
-    lines.append(
+        "--micro-batch takes less",
         f"Estimated on an {on.name}: {outer:.1f} s per outer step, {hours:.1f} h for {r.steps:,} "
-        f"steps{paper}. {HOW}"
-    )
-    return "\n".join(lines)
+        f"steps{paper}. {HOW}",
+    ])  # fmt: skip

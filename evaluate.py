@@ -120,8 +120,6 @@ class Job:
     values: dict | None = dataclasses.field(default=None, compare=False)  # a baseline's
 
     def __post_init__(self):
-        if self.steps < 1 or not self.seeds:
-            raise ValueError("steps and seeds must be 1 or more.")
         task = self.get_task()  # raises an error if there is none of that name
         object.__setattr__(self, "task", task.name)  # not a path, if it was given by its file
         if self.who.lo is None and self.values is None:  # read once: tuning may change the file
@@ -140,10 +138,9 @@ class Job:
         A digest of the weights or tuned values, rules, batch size, what was held out and the file
         of a registered task tells namesakes apart.
         """
-        task, values = self.get_task(), None
-        if not self.who.lo:
-            values = self.values or self._tuned()  # raises if it is not tuned
-        what = list(values.values()) if values else checkpoints.digest(self.who.lo)
+        lo, task = self.who.lo, self.get_task()
+        values = {} if lo else self.values or self._tuned()  # raises if it is not tuned
+        what = checkpoints.digest(lo) if lo else list(values.values())
         what = f"{what} {self.who.rules} {task.batch_size}" + (task.own.digest if task.own else "")
         what += " test" * self.test
         digest = hashlib.sha256(what.encode()).hexdigest()[:8]
@@ -154,11 +151,6 @@ class Job:
 
     def __str__(self) -> str:
         return f"{self.who.name} on {self.task}"
-
-    def cost(self) -> int:
-        """Rough cost in arbitrary units, to start the longest jobs first."""
-        task = self.get_task()
-        return self.steps * len(self.seeds) * (task.depth * task.width**2 + 20_000)
 
     def run(self, device: str = "cpu", backend: str = "auto") -> list:
         """Train, and return the result for each of `keys`."""
@@ -250,6 +242,12 @@ def _prepare_process(files: Iterable[str] = ()) -> None:
         tasks.load_file(file)
 
 
+def _rough_cost(job) -> int:
+    """Of a Job or a Tuning, in arbitrary units; runs of meta-training count alike."""
+    task = tasks.get(job.task) if hasattr(job, "task") else None
+    return job.steps * len(job.seeds) * (task.depth * task.width**2 + 20_000) if task else 0
+
+
 class Results:
     """Finished jobs, in a folder: losses.csv, and watch.json for activations. Each job is saved as
     it ends, so an interrupted evaluation goes on from there."""
@@ -266,11 +264,9 @@ class Results:
         at_once: int | None = None,  # seeds side by side (not for activations); None: all
     ):
         self.folder, self.processes, self.fresh = folder, processes, fresh
-        self.at_once = at_once
-        self.how = device, backend
-        self.curves: dict[tuple[str, ...], str] = {}
-        self.probed: dict[tuple[str, ...], Activations] = {}
-        self.trained, self.reused = set(), set()  # keys; `fresh` leaves the second empty
+        self.at_once, self.how = at_once, (device, backend)
+        self.kept: dict[tuple[str, ...], str | Activations] = {}
+        self.asked, self.trained = set(), set()  # keys
         self.read()
 
     def read(self) -> None:
@@ -278,18 +274,17 @@ class Results:
         if (self.folder / "losses.csv").exists():
             with open(self.folder / "losses.csv", newline="") as file:
                 for row in csv.DictReader(file):
-                    self.curves[tuple(row[k] for k in self.KEY)] = row["losses"]
+                    self.kept[tuple(row[k] for k in self.KEY)] = row["losses"]
         if (self.folder / "watch.json").exists():
             known = json.loads((self.folder / "watch.json").read_text())
-            self.probed |= {tuple(k.split(", ")): v for k, v in known.items()}
+            self.kept |= {tuple(k.split(", ")): v for k, v in known.items()}
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing, each net once."""
-        missing = {}
+        missing, known = {}, self.trained if self.fresh else self.kept
         for job in jobs:
-            known = self.trained if self.fresh else self._kept(job)
+            self.asked.update(job.keys())
             left = [key not in known for key in job.keys()]
-            self.reused |= {key for key in job.keys() if key in known} - self.trained
             seeds = tuple(itertools.compress(job.seeds, left))
             size = self.at_once or len(job.seeds)
             parts = [seeds[k : k + size] for k in range(0, len(seeds), size)]
@@ -297,34 +292,27 @@ class Results:
                 job = dataclasses.replace(job, seeds=part)
                 missing[tuple(job.keys())] = job
         for job, found in self.execute(list(missing.values()), desc):
-            self._kept(job).update(zip(job.keys(), found, strict=True))
+            self.kept.update(zip(job.keys(), found, strict=True))
             self.trained.update(job.keys())
             self.save()
 
-    def _kept(self, job: Job) -> dict:
-        return self.probed if job.probe_at else self.curves
+    def losses(self, job: Job, test: bool = False) -> Tensor:
+        """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing.
 
-    def losses(self, job: Job) -> Tensor:
-        """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing."""
-        return self._curves(job, 0)
-
-    def test_losses(self, job: Job) -> Tensor:
-        """Test losses, (TEST_TIMES + 1, seeds), the last at the end; for jobs with `test`."""
-        return self._curves(job, 1)
-
-    def _curves(self, job: Job, part: int) -> Tensor:
+        With `test` the test losses, (TEST_TIMES + 1, seeds), the last at the end.
+        """
         self.run([job])
-        texts = [self.curves[key].split(" | ")[part] for key in job.keys()]
+        texts = [self.kept[key].split(" | ")[test] for key in job.keys()]
         return torch.tensor([[float(x) for x in text.split()] for text in texts]).T
 
     def activations(self, job: Job) -> Activations:
         """Change and size of each layer's pre-activations at the probed steps."""
         self.run([job])
-        return self.probed[job.keys()[0]]
+        return self.kept[job.keys()[0]]
 
     def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
-        """Run jobs, which have a `cost` and `run`, longest first; yield each with its result."""
-        jobs = sorted(jobs, key=lambda job: job.cost(), reverse=True)
+        """Run jobs, the longest first; yield each with its result."""
+        jobs = sorted(jobs, key=_rough_cost, reverse=True)
         if min(self.processes, len(jobs)) > 1:
             done = self._in_processes(jobs)
         else:
@@ -336,16 +324,14 @@ class Results:
             self.processes, get_context("spawn"), _prepare_process, (list(tasks.FILES),)
         ) as pool:
             started = {pool.submit(job.run, *self.how): job for job in jobs}
-            failed = []
             try:
                 for future in as_completed(started):
-                    if future.exception():  # the other jobs go on
-                        failed.append((started[future], future.exception()))
-                    else:
+                    if not future.exception():  # after a failure the others go on
                         yield started[future], future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        failed = [(job, x.exception()) for x, job in started.items() if x.exception()]
         if failed:
             texts = "; ".join(f"{job}: {error}" for job, error in failed)
             said = f"{len(failed)} of {len(jobs)} jobs failed: {texts}"
@@ -353,12 +339,12 @@ class Results:
 
     def origin(self) -> str:
         """Where the results came from, as a sentence."""
-        n = len(self.reused)
-        if n == 0:
+        read = len(self.asked - self.trained)
+        if not read:
             return f"All nets were trained now; their losses are kept in {self.folder}."
         return (
-            f"{n} of {n + len(self.trained)} results were read from {self.folder}, not trained "
-            "now: --fresh trains them anew."
+            f"{read} of {len(self.asked)} results were read from {self.folder}, not trained now: "
+            "--fresh trains them anew."
         )
 
     def save(self) -> None:
@@ -367,15 +353,16 @@ class Results:
         with open(self.folder / ".lock", "w") as lock:
             if fcntl:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            mine = [{k: x[k] for k in self.trained & x.keys()} for x in (self.curves, self.probed)]
+            mine = {key: self.kept[key] for key in self.trained}
             self.read()
-            self.curves, self.probed = self.curves | mine[0], self.probed | mine[1]
-            if self.curves:
-                rows = [[*key, losses] for key, losses in sorted(self.curves.items())]
+            self.kept |= mine
+            found = sorted(self.kept.items())
+            rows = [[*key, x] for key, x in found if isinstance(x, str)]
+            probed = {", ".join(key): x for key, x in found if isinstance(x, dict)}
+            if rows:
                 write_table(self.folder / "losses.csv", [[*self.KEY, "losses"], *rows])
-            if self.probed:
-                found = {", ".join(k): v for k, v in sorted(self.probed.items())}
-                write_atomically(self.folder / "watch.json", json.dumps(found))
+            if probed:
+                write_atomically(self.folder / "watch.json", json.dumps(probed))
 
 
 # ---------------------------------------------------------------- command line
@@ -384,24 +371,20 @@ class Results:
 
 def _tune(args: argparse.Namespace) -> None:
     r = metatrain.recipe("mulo_m", args.scale)
-    steps = args.steps or r.unroll
-    task = tasks.get(f"{args.kind}_w{args.width or max(r.widths)}_d{args.depth}")
+    task = f"{args.kind}_w{args.width or max(r.widths)}_d{args.depth}"
+    steps, seeds = args.steps or r.unroll, tuple(range(args.seeds))
     for which, label in BASELINES.items():
         fixed = None
         if args.rates_only:  # the rest as found by the full grid, at the meta-trained horizon
-            known = baselines.best(which, task.kind, r.unroll)
-            if known is None:
+            fixed = baselines.best(which, tasks.get(task).kind, r.unroll)
+            if fixed is None:
                 raise ValueError(f"first run python evaluate.py tune {args.kind}, the full grid.")
-            fixed = {k: known[k] for k in baselines.USUAL}
-        seeds, configs = list(range(args.seeds)), baselines.grid(which, fixed)
-        found = baselines.tune(which, task, steps, seeds, args.schedule, configs, args.device)
-        entry = found[0] | {
-            "width": task.width, "depth": task.depth, "seeds": args.seeds,
-            "configurations": len(found), "command": "python " + " ".join(sys.argv),
-        }  # fmt: skip
-        width = task.width if args.every_width else None
-        path = baselines.remember(which, task.kind, steps, args.schedule, entry, width)
-        print(f"{label}: {found[0]} of {len(found)}, kept in {path}")
+        configs = baselines.grid(which, fixed)
+        how = (args.schedule, args.every_width, seeds, configs)
+        tuning = baselines.Tuning(which, task, steps, *how)
+        entry = tuning.run(args.device)
+        path = baselines.remember(entry, *tuning.key())
+        print(f"{label}: {entry} of {len(configs)}, kept in {path}")
 
 
 def _task(args: argparse.Namespace) -> None:
@@ -419,7 +402,7 @@ def _task(args: argparse.Namespace) -> None:
     for row in jobs:
         lines = {row[0].task: [training.final_loss(results.losses(job)) for job in row]}
         if args.test:
-            lines["  test loss"] = [results.test_losses(job)[-1] for job in row]
+            lines["  test loss"] = [results.losses(job, test=True)[-1] for job in row]
         for head, losses in lines.items():
             found = map(mean_stderr, losses)
             cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in found]

@@ -20,9 +20,9 @@ import checkpoints
 import metatrain
 import mulo
 import roles
-from evaluate import Contender, Job, Results, contender
+from evaluate import Contender, Job, Results
 from paper.claims import EXPERIMENTS, Suite, cells, guess, lines
-from paper.report import Finding, draw_final, width_axis
+from paper.report import Finding, draw_final
 from training import final_loss
 
 BASE = "mulo_s"
@@ -49,9 +49,6 @@ class MetaTraining:
 
     def __str__(self) -> str:
         return self.path.stem
-
-    def cost(self) -> int:
-        return self.recipe.steps * self.recipe.pairs
 
     def done(self) -> bool:
         """Whether the file is there, and was made by this recipe."""
@@ -109,12 +106,8 @@ def variants(suite: Suite, results: Results) -> dict[str, list[Contender]]:
 def ablate(suite: Suite, results: Results) -> Finding:
     """Meta-training's numbers, epsilons, single μP rules, t_max and a schedule."""
     found = Finding(3, ("part", "variant", "width", "horizons", "loss", "stderr", "nets"))
-    meta, first, (*widths, widest) = (
-        variants(suite, results),
-        suite.families[0],
-        suite.ablate_widths,
-    )
-    shipped = suite.contenders().get("mulo_m") or contender("mulo_m")
+    meta, first, shipped = variants(suite, results), suite.families[0], suite.contenders("mulo_m")
+    shipped, (*widths, widest) = shipped["mulo_m"], suite.ablate_widths
 
     def job(who: Contender, width: int, times: int = 1, schedule: str = "constant") -> Job:
         seeds = 1 if width >= 1024 else 2
@@ -144,12 +137,10 @@ def ablate(suite: Suite, results: Results) -> Finding:
     for (part, name, w), x in final.items():
         found.rows.append([part, name, w, 5 if part == "time" else 1, *cells(x), len(x)])
     for ax, part in zip(found.axes, PARTS, strict=True):
-        draw_final(ax, lines(final, part), title=part)
-        width_axis(ax, suite.ablate_widths)
         means = [float(x.mean()) for key, x in final.items() if key[0] == part]
         seen = [m for m in means if m < guess(first.kind)]  # divergence is off the scale
-        if seen:
-            ax.set_ylim(0.95 * min(seen), 1.05 * max(seen))
+        top = 1.05 * max(seen, default=guess(first.kind))
+        draw_final(ax, lines(final, part), top, title=part)
         ax.legend(fontsize=7)
     loss = {key: float(x.mean()) for key, x in final.items()}
     ablation_checks(found, suite, list(meta), loss)

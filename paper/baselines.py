@@ -16,7 +16,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,8 +71,6 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
 
     "cosine2", from 2 to 0.2, is for learned optimizers in short runs.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: use {' or '.join(SCHEDULES)}.")
     peak = SCHEDULES[name]
     return (lambda t: peak * float(training.cosine(t / steps))) if peak else None
 
@@ -87,34 +85,8 @@ def adam(values: list[dict], which: str = "adamw") -> Callable[[tasks.Task], tra
 def grid(which: str, fixed: dict | None = None) -> list[dict]:
     """All configurations of the paper's grid, or its learning rates with the rest fixed."""
     if fixed:
-        return [{**fixed, "lr": lr} for lr in GRIDS[which]["lr"]]
+        return [fixed | {"lr": lr} for lr in GRIDS[which]["lr"]]
     return [dict(zip(FIELDS, v, strict=True)) for v in itertools.product(*GRIDS[which].values())]
-
-
-def tune(
-    which: str,
-    task: tasks.Task,
-    steps: int,
-    seeds: list[int],
-    schedule: str = "constant",
-    configs: list[dict] | None = None,  # by default the paper's grid
-    device: str = "cpu",
-) -> list[dict]:
-    """Every configuration with its final loss (mean over the seeds), best first."""
-    task, found = training.with_rules(task, which == "muadam"), []
-    configs = configs or grid(which)
-    size = max(1, CHUNK // len(seeds))
-    for start in tqdm(
-        range(0, len(configs), size), f"{(BASELINES | OTHERS)[which]} on {task.name}"
-    ):
-        some = configs[start : start + size]
-        losses = training.train(
-            task, adam([values for values in some for _ in seeds], which), steps, seeds,
-            copies=len(some), schedule=schedule_of(schedule, steps), device=device,
-        )  # fmt: skip
-        scores = training.final_loss(losses).view(len(some), len(seeds)).mean(1)
-        found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
-    return sorted(found, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
 
 
 def _key(which: str, steps: int, schedule: str, width: int | None) -> str:
@@ -122,12 +94,12 @@ def _key(which: str, steps: int, schedule: str, width: int | None) -> str:
 
 
 def remember(
-    which: str, kind: str, steps: int, schedule: str, entry: dict, width: int | None = None
+    entry: dict, which: str, kind: str, steps: int, schedule: str, width: int | None = None
 ) -> Path:
     """Keep what tuning found in results/tuned/<kind>.json, for one width if one is given."""
-    path = TUNED / f"{kind}.json"
+    path, command = TUNED / f"{kind}.json", shlex.join(["python", *sys.argv])
     known = json.loads(path.read_text()) if path.exists() else {}
-    known[_key(which, steps, schedule, width)] = entry
+    known[_key(which, steps, schedule, width)] = entry | {"command": command}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     return path
@@ -136,7 +108,7 @@ def remember(
 def best(
     which: str, kind: str, steps: int, schedule: str = "constant", width: int | None = None
 ) -> dict | None:
-    """The tuned values for tasks of this kind: found by `tune`, else the paper's, else None."""
+    """The tuned values for tasks of this kind: found by `Tuning`, else the paper's, else None."""
     path, key = TUNED / f"{kind}.json", _key(which, steps, schedule, width)
     if path.exists() and key in (known := json.loads(path.read_text())):
         return known[key]
@@ -166,7 +138,10 @@ def tuned(which: str, task: tasks.Task, steps: int, schedule: str) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A search for a baseline's rate, as a job for `evaluate.Results.execute`."""
+    """A search for a baseline's values, as a job for `evaluate.Results.execute`.
+
+    Unless `configs` are given it is over rates: all by the first seed, the best by all seeds.
+    """
 
     which: str  # "adamw", "muadam" or "muon"
     task: str
@@ -174,6 +149,7 @@ class Tuning:
     schedule: str = "constant"
     every_width: bool = False  # the values hold for this width alone
     seeds: tuple[int, ...] = (5001, 5002, 5003)
+    configs: list[dict] | None = None
 
     def __str__(self) -> str:
         return f"tuning {self.which} on {self.task}"
@@ -184,34 +160,41 @@ class Tuning:
         return RATES[self.which][2:7] if few else RATES[self.which]
 
     def key(self) -> tuple:
+        """For `best` and `remember`."""
         task = tasks.get(self.task)
         width = task.width if self.every_width else None
         return self.which, task.kind, self.steps, self.schedule, width
 
-    def known(self) -> bool:
-        return best(*self.key()) is not None
-
-    def cost(self) -> int:
-        task = tasks.get(self.task)
-        nets = len(self.rates()) + FINALISTS * len(self.seeds)
-        return self.steps * nets * (task.depth * task.width**2 + 20_000)
+    def search(self, configs: list[dict], seeds: Sequence[int], device: str) -> list[dict]:
+        """Every configuration with its final loss (mean over the seeds), best first."""
+        task, found = training.with_rules(tasks.get(self.task), self.which == "muadam"), []
+        size = max(1, CHUNK // len(seeds))
+        for start in tqdm(range(0, len(configs), size), str(self)):
+            some = configs[start : start + size]
+            losses = training.train(
+                task, adam([values for values in some for _ in seeds], self.which), self.steps,
+                seeds, len(some), schedule_of(self.schedule, self.steps), device,
+            )  # fmt: skip
+            scores = training.final_loss(losses).view(len(some), len(seeds)).mean(1)
+            found += [c | {"loss": float(x)} for c, x in zip(some, scores, strict=True)]
+        return sorted(found, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
 
     def run(self, device: str = "cpu", backend: str = "auto") -> dict:
-        task = tasks.get(self.task)
-        configs = [{**USUAL, "lr": lr} for lr in self.rates()]
-        for seeds in (self.seeds[:1], self.seeds):  # all rates by one seed, the best by all
-            found = tune(self.which, task, self.steps, list(seeds), self.schedule, configs, device)
-            configs = [{k: c[k] for k in FIELDS} for c in found[:FINALISTS]]
-        about = {"width": task.width, "depth": task.depth, "seeds": len(self.seeds)}
-        return found[0] | about | {"configurations": len(self.rates())}
-
-    def keep(self, entry: dict, command: str) -> None:
-        which, kind, steps, schedule, width = self.key()
-        remember(which, kind, steps, schedule, entry | {"command": command}, width)
+        """The best values, and how they were found."""
+        task, configs = tasks.get(self.task), self.configs
+        if not configs:
+            rest = best(self.which, task.kind, self.steps) or USUAL
+            configs = [rest | {"lr": lr} for lr in self.rates()]
+            configs = self.search(configs, self.seeds[:1], device)[:FINALISTS]
+        found = self.search(configs, self.seeds, device)[0]
+        return {k: found[k] for k in (*FIELDS, "loss")} | {
+            "width": task.width, "depth": task.depth, "seeds": len(self.seeds),
+            "configurations": len(self.configs or self.rates()),
+        }  # fmt: skip
 
 
 def tune_missing(tunings: list[Tuning], results: evaluate.Results) -> None:
     """Tune the baselines that have no values yet; each is kept as it is found."""
-    missing = [tuning for tuning in tunings if not tuning.known()]
+    missing = [tuning for tuning in tunings if not best(*tuning.key())]
     for tuning, entry in results.execute(missing, "tuning"):
-        tuning.keep(entry, shlex.join(["python", *sys.argv]))
+        remember(entry, *tuning.key())

@@ -15,15 +15,15 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
 import checkpoints
 import metatrain
 import mulo
 import tasks
 from checkpoints import write_atomically
+from evaluate import Contender, Job, Results, contender
 from paper import baselines, report
+from roles import ALL
 from training import final_loss, train, with_rules
 
 # Only for choosing among recipes and meta-training seeds: no evaluation uses these.
@@ -40,81 +40,61 @@ OTHER_FAMILIES = (  # for optimizers that were meta-trained on a mixture
 VALIDATION_SEEDS = [7001, 7002]
 
 
-def tuned_for(r: metatrain.Recipe, device: str) -> dict[str, dict]:
-    """Tuned values of AdamW and μAdam; where none are known, their rates are tuned now."""
-    tunings = [
-        baselines.Tuning(which, f"{r.kind}_w{max(r.widths)}_d{r.depth}", r.unroll)
-        for which in baselines.BASELINES
-    ]
-    return {x.which: baselines.best(*x.key()) or x.run(device) for x in tunings}
-
-
-def compare(
-    lo: mulo.LO, r: metatrain.Recipe, tuned: dict, width: int, seeds: list[int], device: str
-) -> dict[str, Tensor]:
-    """Training curves, (steps, seeds), of an optimizer, meta-trained and not, and baselines."""
-    task = tasks.get(f"{r.kind}_w{width}_d{r.depth}")
-    contenders = {r.name: (lo, r.mup), "untrained": (metatrain.new_lo(r, device), r.mup)}
-    for which, values in tuned.items():
-        adam = baselines.adam([values] * len(seeds))
-        contenders[f"tuned {baselines.BASELINES[which]}"] = adam, which == "muadam"
-    return {
-        name: train(with_rules(task, mup), optimizer, r.unroll, seeds, device=device)
-        for name, (optimizer, mup) in tqdm(contenders.items(), f"comparison at width {width}")
-    }
-
-
 def closing_report(run: metatrain.Run, device: str) -> str:
-    """Compare the result of a run with tuned baselines: a picture in its folder, and sentences."""
-    r, lo = run.trainer.recipe, mulo.load(run.out / "lo.pt").to(device)
-    widest, kind, tuned = max(r.widths), tasks.get(f"{r.kind}_w64_d3").kind, tuned_for(r, device)
+    """Compare the result of a run with baselines: a picture in its folder, and sentences.
+
+    Baselines for which no tuned values are known have their rates tuned now.
+    """
+    r, results, widest = (
+        run.trainer.recipe,
+        Results(run.out, device),
+        max(run.trainer.recipe.widths),
+    )
+    rules, values = ALL if r.mup else (), {}
+    for which in baselines.BASELINES:
+        tuning = baselines.Tuning(which, f"{r.kind}_w{widest}_d{r.depth}", r.unroll)
+        values[which] = baselines.best(*tuning.key()) or tuning.run(device)
+    who = [Contender("untrained", rules, metatrain.new_lo(r))]
+    who += [Contender(r.name, rules, mulo.load(run.out / "lo.pt")), *map(contender, values)]
     first, last = metatrain.mean_loss(run.rows[:20]), metatrain.mean_loss(run.rows[-20:])
-    lines = [f"meta-loss {first:.4g} -> {last:.4g} in {run.seconds / 60:.1f} minutes."]
+    said = [f"meta-loss {first:.4g} -> {last:.4g} in {run.seconds / 60:.1f} minutes."]
     fig, (ax, *axes) = report.figure(3)
     meta = torch.tensor([row["meta_loss"] for row in run.rows])
+    window = min(20, len(meta))
     ax.plot(meta, color="0.7")
-    ax.plot(*smooth(meta), "k")
+    ax.plot(range(window - 1, len(meta)), meta.unfold(0, window, 1).mean(-1), "k")
     ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
-    for ax, width, seeds in zip(axes, (widest, 8 * widest), (3, 1), strict=True):
-        curves = compare(lo, r, tuned, width, list(range(9001, 9001 + seeds)), device)
-        final = {name: float(final_loss(losses).mean()) for name, losses in curves.items()}
-        for name, losses in curves.items():
-            ax.plot(*smooth(losses.mean(1)), label=name)
-        ax.set(xlabel="step", ylabel="training loss", title=f"{kind}, width {width}")
-        ax.set_ylim(0.8 * min(final.values()), 1.1 * float(curves[r.name][0].mean()))
+    for ax, width, nets in zip(axes, (widest, 8 * widest), (3, 1), strict=True):
+        task, seeds = f"{r.kind}_w{width}_d{r.depth}", tuple(range(9001, 9001 + nets))
+        jobs = [Job(c, task, r.unroll, seeds=seeds, values=values.get(c.name)) for c in who]
+        results.run(jobs, f"comparison at width {width}")
+        curves = {job.who.name: results.losses(job) for job in jobs}
+        top = 1.1 * float(curves[r.name][0].mean())
+        report.draw_curves(ax, curves, r.unroll, top, title=jobs[0].task)
         ax.legend()
-        nets, mine = "one net" if seeds == 1 else f"{seeds} nets", final.pop(r.name)
-        others = ", ".join(f"{name} {x:.4g}" for name, x in final.items())
-        lines.append(f"Final loss at width {width}, {nets}: {r.name} {mine:.4g}; {others}.")
+        final = {name: f"{final_loss(losses).mean():.4g}" for name, losses in curves.items()}
+        baseline = ", ".join(f"tuned {report.label(name)} {final[name]}" for name in values)
+        said.append(
+            f"Final loss at width {width}, {'one net' if nets == 1 else f'{nets} nets'}: {r.name} "
+            f"{final[r.name]}; untrained {final['untrained']}, {baseline}."
+        )
     report.save(fig, run.out / "picture.png")
-    lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
-    return "\n".join(lines)
+    said.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
+    return "\n".join(said)
 
 
-def smooth(x: Tensor, window: int = 20) -> tuple[range, Tensor]:
-    """Steps, and the mean over the window of steps that ends at each."""
-    window = min(window, len(x))
-    return range(window - 1, len(x)), x.unfold(0, window, 1).mean(-1)
-
-
-def validate(
-    lo: mulo.LO, r: dict | None, device: str = "cpu", known: dict[str, float] | None = None
-) -> dict[str, float]:
-    """Final losses on the validation tasks that are not `known`; divergence counts as a bound."""
+def validate(lo: mulo.LO, r: dict | None, device: str = "cpu") -> dict[str, float]:
+    """Final losses on the validation tasks; divergence counts as a bound."""
     if r is None or r["scale"] != "desk":
         raise ValueError("only optimizers that metatrain.py made at desk scale can be validated.")
     scores = {}
     for name, steps, schedule in VALIDATION + (OTHER_FAMILIES if r.get("mixture") else ()):
-        key = f"{name}, {steps} steps, {schedule}"
-        if known and key in known:
-            scores[key] = known[key]
-            continue
         task, rate = tasks.get(name), baselines.schedule_of(schedule, steps)
         losses = train(
             with_rules(task, r["mup"]), lo, steps, VALIDATION_SEEDS, schedule=rate, device=device
         )
-        bound = task.loss_bound
-        scores[key] = float(final_loss(losses).nan_to_num(nan=bound).clamp_max(bound).mean())
+        score = final_loss(losses).nan_to_num(nan=task.loss_bound).clamp_max(task.loss_bound).mean()
+        scores[f"{name}, {steps} steps, {schedule}"] = float(score)
     return scores
 
 
@@ -126,11 +106,8 @@ def choose(name: str, folders: list[Path], device: str = "cpu") -> Path:
         r = about["recipe"]
         if r["name"] != name:
             raise ValueError(f"{folder} is a run of {r['name']}, not of {name}: leave it out.")
-        cache, digest = folder / "validation.json", checkpoints.digest(lo)
-        known = json.loads(cache.read_text()) if cache.exists() else {}
-        scores = validate(lo, r, device, known.get(digest))
+        scores = validate(lo, r, device)
         mean = geometric_mean(scores.values())
-        write_atomically(cache, json.dumps({digest: scores}, indent=1))
         tried.append({
             "seed": r["seed"], "validation": mean, "scores": scores,
             "meta_loss": about["meta_loss"], "minutes": about["minutes"],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise, product
 
 import torch
@@ -22,13 +22,12 @@ import tasks
 from evaluate import Contender, Job, Results, contender, mean_stderr
 from paper import baselines
 from paper.baselines import Tuning
-from paper.report import Finding, colour, draw_curves, draw_final, label, loss_axis, width_axis
+from paper.report import Finding, colour, draw_curves, draw_final, label, width_axis
 from training import final_loss
 
+Jobs = dict[tuple[str, str, int], Job]  # by kind, name and size
 SIZES = ("Large", "XL", "XXL")  # of the paper's table of ranks
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
-
-
 WIDE = (64, 256, 1024)
 TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "c10s_mlp_w{}_d3": WIDE, "c10b_mlp_w{}_d3": WIDE, "fashion_mlp_w{}_d3": WIDE,
@@ -36,7 +35,6 @@ TRANSFER = {  # tasks of `transfer` by name, but for the width: widths
     "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": (64, 128),
     "c10s_vit_w{}_d3_b16": (64, 128), "text_lm_w{}_d2_b8": (64, 128),
 }  # fmt: skip
-
 RESNETS = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 192, 256))
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
 
@@ -93,13 +91,17 @@ class Suite:
     ablate_seeds: int = 2  # of meta-training
     ablate_recipe: tuple[tuple[str, int], ...] = ()  # changes to every recipe
 
-    def contenders(self) -> dict[str, Contender]:
-        """By the names of their recipes, also where they come from the folders of runs."""
+    def contenders(self, *names: str) -> dict[str, Contender]:
+        """By the names of their recipes, also where they come from the folders of runs.
+
+        Given names, these: the shipped ones where `who` has none.
+        """
         found = [contender(name) for name in self.who]
-        named = {c.recipe or c.name: c for c in found}
-        if len(named) < len(found):
+        given = {c.recipe or c.name: c for c in found}
+        if len(given) < len(found):
             raise ValueError("--who has two runs of one recipe: compare these by evaluate.py task.")
-        return {name: dataclasses.replace(c, name=name) for name, c in named.items()}
+        some = {name: given.get(name) or contender(name) for name in names or given}
+        return {name: dataclasses.replace(c, name=name) for name, c in some.items()}
 
     def job(
         self, who: Contender, task: str, times: int = 1, schedule: str = "constant",
@@ -107,16 +109,23 @@ class Suite:
     ) -> Job:  # fmt: skip
         return Job(who, task, times * self.steps, schedule, tuple(range(seeds)), tuple(probe_at))
 
-    def tune_baselines(self, results: Results) -> None:
+    def sweep(self, who: dict[str, Contender], sizes: dict[Family, dict[int, str]]) -> Jobs:
+        """Every optimizer on each family's tasks, which are given by size."""
+        pairs = product(sizes.items(), who.items())
+        return {
+            (f.kind, name, size): self.job(c, task, seeds=f.seeds)
+            for (f, by_size), (name, c) in pairs
+            for size, task in by_size.items()
+        }
+
+    def tune_baselines(self, results: Results, cosine: bool = False) -> None:
         """Tune the rates of the baselines under test, on the families where none are known."""
-        baselines.tune_missing(
-            [
-                Tuning(which, family.task(family.base), self.steps)
-                for family, which in product(self.families, baselines.BASELINES)
-                if which in self.who
-            ],
-            results,
-        )
+        runs = [(f, self.steps, "constant") for f in self.families]
+        if cosine:
+            runs += [(f, n * self.steps, "cosine") for f in self.families for n in f.horizons]
+        some = [which for which in baselines.BASELINES if which in self.who]
+        tunings = [Tuning(x, f.task(f.base), *how) for (f, *how), x in product(runs, some)]
+        baselines.tune_missing(tunings, results)
 
 
 SUITES = {
@@ -189,7 +198,7 @@ def ordered(losses: dict[str, Tensor]) -> str:
     return ", ".join(f"{label(name)} {number(means[name])}" for name in order)
 
 
-def final_losses(results: Results, jobs: dict[tuple, Job], desc: str) -> dict[tuple, Tensor]:
+def final_losses(results: Results, jobs: Jobs, desc: str) -> dict[tuple, Tensor]:
     """Final losses by the same keys, the first cells of a table's rows; trains what is missing."""
     results.run(jobs.values(), desc)
     return {key: final_loss(results.losses(job)) for key, job in jobs.items()}
@@ -197,15 +206,8 @@ def final_losses(results: Results, jobs: dict[tuple, Job], desc: str) -> dict[tu
 
 def lines(final: dict[tuple, Tensor], part: str) -> dict[str, dict[int, Tensor]]:
     """Final losses with keys (part, name, size) as {name: {size: losses}}."""
-    found = {}
-    for (where, name, size), x in final.items():
-        if where == part:
-            found.setdefault(name, {})[size] = x
-    return found
-
-
-def mean_losses(final: dict[tuple, Tensor], part: str) -> list[Tensor]:
-    return [x.mean(0, True) for (where, *_), x in final.items() if where == part]
+    some = {(name, size): x for (where, name, size), x in final.items() if where == part}
+    return {name: {size: x for (n, size), x in some.items() if n == name} for name, _ in some}
 
 
 # ---------------------------------------------------------------- experiments
@@ -215,10 +217,9 @@ def width(suite: Suite, results: Results) -> Finding:
     """Final loss against width, and training curves at the largest width."""
     head = ("kind", "optimizer", "width", "loss", "stderr", "change", "its stderr")
     suite.tune_baselines(results)
-    found, who, jobs = Finding(2 * len(suite.families), head), suite.contenders(), {}
-    for f, name in product(suite.families, who):
-        jobs |= {(f.kind, name, w): suite.job(who[name], f.task(w), seeds=f.seeds)
-                 for w in f.widths}  # fmt: skip
+    found = Finding(2 * len(suite.families), head)
+    tested = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
+    jobs = suite.sweep(suite.contenders(), tested)
     final = final_losses(results, jobs, "width")
     for f, ax, beside in zip(suite.families, found.axes[::2], found.axes[1::2], strict=True):
         losses, parts, kind, top = lines(final, f.kind), [], f.kind, f.widths[-1]
@@ -238,12 +239,10 @@ def width(suite: Suite, results: Results) -> Finding:
             "(Falls: nowhere up by more than the standard error.)"
         )
         found.checks |= width_checks(f, losses)
-        draw_final(ax, losses, title=kind)
-        loss_axis(ax, mean_losses(final, kind), 1.1 * guess(kind))
+        draw_final(ax, losses, 1.1 * guess(kind), title=kind)
         ax.axvline(f.base, color="0.8", zorder=0)
-        curves = {name: results.losses(jobs[kind, name, top]) for name in who}
-        draw_curves(beside, curves, suite.steps, title=f"{kind}, width {top}")
-        loss_axis(beside, [x.mean(1) for x in curves.values()], 1.2 * guess(kind))
+        curves = {name: results.losses(jobs[kind, name, top]) for name in losses}
+        draw_curves(beside, curves, suite.steps, 1.2 * guess(kind), title=f"{kind}, width {top}")
     found.axes[0].legend(fontsize=8)
     return found
 
@@ -279,20 +278,26 @@ def rank(suite: Suite, results: Results) -> Finding:
     names, columns, jobs = list(who), list(product(runs, SIZES)), {}
     for f, (t, size) in product(suite.families, columns):
         task = f.task(f.columns[SIZES.index(size)])
-        some = [suite.job(c, task, runs[t], seeds=f.few) for c in who.values()]
-        jobs[f.kind, t, size] = some
+        jobs[f, t, size] = [suite.job(c, task, runs[t], seeds=f.few) for c in who.values()]
     results.run(chain(*jobs.values()), "rank")
-    ranks = {f.kind: torch.empty(len(columns), len(who)) for f in suite.families}
-    for (kind, t, size), some in jobs.items():
+    ranks = {f.kind: [] for f in suite.families}
+    for (f, t, _), some in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in some])
-        losses = losses.nan_to_num(guess(kind)).clamp_max(guess(kind))  # (who, seeds)
-        ranks[kind][columns.index((t, size))] = ranked(losses.mean(1))
+        losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (who, seeds)
+        ranks[f.kind].append(ranked(losses.mean(1)))
+    ranks = {kind: torch.stack(some) for kind, some in ranks.items()}  # (columns, who) each
     ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
     found = Finding(len(ranks), ["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)])
-    for kind, rows in ranks.items():
-        for name, row in zip(names, rows.T.tolist(), strict=True):
-            found.rows.append([kind, name, *(f"{x:.2f}" for x in row)])
-    for kind, t in [*product(["all"], runs), *product([f.kind for f in suite.families], [1])]:
+    for ax, (kind, by_column) in zip(found.axes, ranks.items(), strict=True):
+        for name, row in zip(names, by_column.T, strict=True):
+            found.rows.append([kind, name, *(f"{x:.2f}" for x in row.tolist())])
+            for at in torch.arange(len(columns)).chunk(len(runs)):  # a line for each horizon
+                ax.plot(at, row[at], "o-", label="" if at[0] else label(name), color=colour(name))
+        ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
+        ax.set(xlabel="horizons, size", ylabel="average rank", title=f"{kind} tasks")
+        ax.invert_yaxis()
+    found.axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    for kind, t in [*product(["all"], runs), *((f.kind, 1) for f in suite.families)]:
         average = ranks[kind][[k for k, column in enumerate(columns) if column[0] == t]].mean(0)
         parts = [f"{label(names[k])} {float(average[k]):.2f}" for k in average.argsort()]
         where = "" if kind == "all" else f" on {kind} alone"
@@ -313,43 +318,24 @@ def rank(suite: Suite, results: Results) -> Finding:
             if inside and others:
                 claim = f"{claim}, {size}, after {t} horizon(s)"
                 found.checks[claim] = max(inside) < min(others)
-    draw_ranks(found.axes, ranks, names, columns)
     return found
-
-
-def draw_ranks(axes: list, ranks: dict, names: list[str], columns: list[tuple[int, str]]) -> None:
-    for ax, (kind, rows) in zip(axes, ranks.items(), strict=True):
-        for name, line in zip(names, rows.T, strict=True):
-            for k, part in enumerate(line.chunk(3)):  # one for each horizon
-                at = range(k * len(part), (k + 1) * len(part))
-                ax.plot(at, part, "o-", label="" if k else label(name), color=colour(name))
-        ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
-        ax.set(xlabel="horizons, size", title=f"{kind} tasks" if kind == "all" else kind)
-        ax.invert_yaxis()
-    axes[0].set_ylabel("average rank")
-    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def depth(suite: Suite, results: Results) -> Finding:
     """Nets of 3 to 16 layers or blocks."""
     suite.tune_baselines(results)
-    families, who = [f for f in suite.families if f.depths], suite.contenders()
-    found = Finding(2 * len(families), ("kind", "optimizer", "depth", "loss", "stderr"))
-    jobs = {}
-    for f, name in product(families, who):
-        jobs |= {(f.kind, name, d): suite.job(who[name], f.task(f.base, d), seeds=f.seeds)
-                 for d in f.depths}  # fmt: skip
+    tested = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
+    found = Finding(2 * len(tested), ("kind", "optimizer", "depth", "loss", "stderr"))
+    jobs = suite.sweep(suite.contenders(), tested)
     final = final_losses(results, jobs, "depth")
     found.rows += [[*key, *cells(x)] for key, x in final.items()]
-    for f, ax, beside in zip(families, found.axes[::2], found.axes[1::2], strict=True):
-        kind, deepest = f.kind, f.depths[-1]
+    for f, ax, beside in zip(tested, found.axes[::2], found.axes[1::2], strict=True):
+        kind, deepest, top = f.kind, f.depths[-1], 1.2 * guess(f.kind)
         layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
-        curves = {name: results.losses(jobs[kind, name, deepest]) for name in who}
-        draw_final(ax, lines(final, kind), "depth", title=f"{kind}, width {f.base}")
-        draw_curves(beside, curves, suite.steps, title=f"{kind}, {layers}")
-        loss_axis(ax, mean_losses(final, kind), 1.2 * guess(kind))
-        loss_axis(beside, [x.mean(1) for x in curves.values()], 1.2 * guess(kind))
-        last = {name: final[kind, name, deepest] for name in who}
+        last = {name: some[deepest] for name, some in lines(final, kind).items()}
+        curves = {name: results.losses(jobs[kind, name, deepest]) for name in last}
+        draw_final(ax, lines(final, kind), top, "depth", title=f"{kind}, width {f.base}")
+        draw_curves(beside, curves, suite.steps, top, title=f"{kind}, {layers}")
         found.said.append(f"{kind}, {layers}, final loss: {ordered(last)}.")
         for mu, sp in PAIRS.items():
             if mu in last and sp in last:
@@ -365,7 +351,7 @@ def depth(suite: Suite, results: Results) -> Finding:
 
 def horizon(suite: Suite, results: Results) -> Finding:
     """Training for 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
-    suite.tune_baselines(results)
+    suite.tune_baselines(results, cosine=True)
     who, runs = suite.contenders(), []
     for f in suite.families:
         runs += [(f, "constant", f.longest)] * bool(f.longest)
@@ -384,8 +370,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
         curves = {name: results.losses(job) for name, job in some.items()}
         for name, losses in curves.items():
             final[name] = final_loss(losses)
-            tenth = min(5, len(losses))
-            lowest = float(losses.mean(1).unfold(0, tenth, 1).mean(-1).min())  # of any tenth
+            lowest = float(losses.mean(1).unfold(0, 5, 1).mean(-1).min())  # of any tenth
             row = [f.kind, schedule, times, name, *cells(final[name]), f"{lowest:.4f}"]
             found.rows.append(row)
             if schedule == "constant" and name in PAIRS:
@@ -396,10 +381,8 @@ def horizon(suite: Suite, results: Results) -> Finding:
             found.checks[claim] = bool(final["mulo_m"].mean() <= 1.02 * final["adamw"].mean())
         if run in panels:
             ax, title = found.axes[panels.index(run)], f"{f.task(f.base)}, {schedule}"
-            draw_curves(ax, curves, times, xlabel="meta-trained horizons", title=title)
-            means = [float(x.mean()) for x in final.values()]
-            low = min((m for m in means if not math.isnan(m)), default=1.0)
-            ax.set_ylim(0.8 * low, (0.5 if low < 0.4 else 1.1) * guess(f.kind))
+            top = guess(f.kind) / (2 if f.horizons else 1)
+            draw_curves(ax, curves, times, top, xlabel="meta-trained horizons", title=title)
         found.said.append(f"{f.kind}, {times} horizons, {schedule}: {ordered(final)}.")
     found.axes[0].legend(fontsize=8)
     return found
@@ -411,21 +394,21 @@ def coord(suite: Suite, results: Results) -> Finding:
     widths = [w for w in first.widths if w <= 16 * first.base]
     at = [t for t in (5, 10, 50, 100, 250, 499) if t < suite.steps]  # before, hidden layers rest
     head = ["optimizer", "against", "layer", "mean |slope|", *(f"t={t}" for t in at)]
-    tests = {(c.name, "width"): (c, widths, [first.task(w) for w in widths])
-             for c in who.values()}  # fmt: skip
+
+    def jobs(c: Contender, named: Iterable[str]) -> list[Job]:
+        return [suite.job(c, task, seeds=3, probe_at=at) for task in named]
+
+    tests = {(name, "width"): (widths, jobs(c, map(first.task, widths))) for name, c in who.items()}
     if "mulo_m" in who and suite.images:
         mine, sizes = who["mulo_m"], list(suite.images)
-        named = [f"{suite.images[n]}_w{first.base}_d3_b64" for n in sizes]
-        off = dataclasses.replace(
-            mine, name="mulo_m without input rule", lo=mine.lo.with_config(input_base=None)
-        )
-        tests |= {(c.name, "input size"): (c, sizes, named) for c in (mine, off)}
-    found, jobs = Finding(len(tests), head), {}
-    for key, (c, _, named) in tests.items():
-        jobs[key] = [suite.job(c, task, seeds=3, probe_at=at) for task in named]
-    results.run(chain(*jobs.values()), "coord")
-    for ax, ((name, against), (c, sizes, _)) in zip(found.axes, tests.items(), strict=True):
-        probed, worst = [results.activations(job) for job in jobs[name, against]], 0.0
+        off = mine.lo.with_config(input_base=None)
+        off = dataclasses.replace(mine, name="mulo_m without input rule", lo=off)
+        named = [f"{kind}_w{first.base}_d3_b64" for kind in suite.images.values()]
+        tests |= {(c.name, "input size"): (sizes, jobs(c, named)) for c in (mine, off)}
+    found = Finding(len(tests), head)
+    results.run(chain(*(some for _, some in tests.values())), "coord")
+    for ax, ((name, against), (sizes, some)) in zip(found.axes, tests.items(), strict=True):
+        probed, worst = [results.activations(job) for job in some], 0.0
         for layer in probed[0]:
             drift = torch.tensor([[change for change, _ in x[layer]] for x in probed]).double()
             slopes = roles.slope(sizes, drift.T)  # (times,)
@@ -436,7 +419,7 @@ def coord(suite: Suite, results: Results) -> Finding:
             ax.plot(sizes, drift[:, -1], marker="o", label=f"{layer} ({mean:.2f})")
         verdict, of = "pass" if worst <= 0.1 else "fail", f"{label(name)}, {against}"
         verdicts.append(f"{of} {verdict} ({worst:.2f})")
-        passes = bool(c.rules) and name != "mulo_m without input rule"
+        passes = bool(some[0].who.rules) and name != "mulo_m without input rule"
         claim = f"{label(name)} {'passes' if passes else 'fails'} the coordinate check in {against}"
         found.checks[claim] = (worst <= 0.1) == passes
         width_axis(ax, sizes)
@@ -488,15 +471,13 @@ def distribution(suite: Suite, results: Results) -> Finding:
     """One width in meta-training against three, with μP and without."""
     found, first = Finding(1, ("kind", "optimizer", "width", "loss", "stderr")), suite.families[0]
     kind, widths = first.kind, [w for w in first.widths if w <= 16 * first.base]
-    jobs, given = {}, suite.contenders()
-    for name in ("mulo_m", "mulo_s", "lo_m", "lo_s"):
-        c = given.get(name) or contender(name)
-        jobs |= {(kind, name, w): suite.job(c, first.task(w), seeds=first.seeds) for w in widths}
+    who = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
+    jobs = suite.sweep(who, {first: {w: first.task(w) for w in widths}})
     final = final_losses(results, jobs, "distribution")
     found.rows += [[*key, *cells(x)] for key, x in final.items()]
-    draw_final(found.axes[0], lines(final, kind), title=kind, ylim=(None, 1.1 * guess(kind)))
+    draw_final(found.axes[0], lines(final, kind), 1.1 * guess(kind), title=kind)
     found.axes[0].legend(fontsize=8)
-    last = {name: losses[widths[-1]] for name, losses in lines(final, kind).items()}
+    last = {name: final[kind, name, widths[-1]] for name in who}
     found.said.append(f"{kind}, width {widths[-1]}, final loss: {ordered(last)}.")
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
         claim = f"{label(a)} is ahead of {label(b)} at width {widths[-1]}"

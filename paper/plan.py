@@ -26,7 +26,7 @@ from paper.ablations import MetaTraining
 from paper.baselines import FIELDS, FINALISTS, Tuning
 from paper.claims import EXPERIMENTS, Suite
 
-UNTUNED = dict.fromkeys(FIELDS, math.nan)  # stands for the values of a baseline that has none
+UNTUNED = dict.fromkeys(FIELDS, math.nan)  # a baseline's values before tuning: as costly as others
 GIB = 2**30
 
 
@@ -40,20 +40,13 @@ class Plan(Results):
     def __init__(self, folder: Path, **how):
         super().__init__(folder, **how)
         self.jobs: list[Job | Tuning | MetaTraining] = []
-        self.to_tune: dict[str, None] = {}  # commands to run first, in order, once each
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
-        tunings = [x for x in self.jobs if isinstance(x, Tuning)]
-        some, tuning = [], {(tasks.get(x.task).kind, x.schedule) for x in tunings}
-        for job in jobs:
-            try:
-                job.keys()
-            except ValueError as error:  # the baseline is not tuned: it costs as much at any rate
-                if (job.get_task().kind, job.schedule) not in tuning:
-                    self.to_tune[str(error)] = None
-                job = dataclasses.replace(job, values=UNTUNED)
-            some.append(job)
-        super().run(some, desc)
+        known = [
+            job if job.who.lo or job.values else dataclasses.replace(job, values=UNTUNED)
+            for job in jobs
+        ]
+        super().run(known, desc)
         raise _PlannedError
 
     def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
@@ -77,19 +70,7 @@ class Cost(NamedTuple):
     parameters: int  # of one net, the largest
     bytes: float
     hours: float
-    fixed: float = 0.0  # bytes that do not depend on the number of nets
-
-    def note(self, memory: float, splits: bool = True) -> str:
-        """What to do about a job that does not fit into a card's memory, or ""."""
-        if self.bytes <= memory:
-            return ""
-        each = (self.bytes - self.fixed) / self.nets
-        fit, over = int((memory - self.fixed) / each), f"  more than {memory / GIB:.0f} GiB: "
-        if not splits:
-            return f"{over}use a larger card"
-        if fit < 1:
-            return f"{over}a net alone takes {(self.fixed + each) / GIB:.1f}, use a larger card"
-        return f"{over}fewer seeds at a time, --at-once {fit}"
+    fit: int = 0  # nets that fit into the card's memory, if fewer at a time will do
 
 
 def cost(job: Job | Tuning | MetaTraining, on: estimate.Card) -> Cost:
@@ -97,9 +78,8 @@ def cost(job: Job | Tuning | MetaTraining, on: estimate.Card) -> Cost:
     if isinstance(job, MetaTraining):
         r = job.recipe
         trainer = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
-        parts = [estimate.task_estimate(trainer, k, on) for k in range(len(trainer.tasks))]
-        size, seconds = estimate.run_estimate(trainer, parts)
-        most = max(sum(p[0].numel() for p in x[0].theta.values()) for x in trainer.particles)
+        _, size, seconds = estimate.meta_training(trainer, on)
+        most = max(sum(p.numel() for p in x.skeleton().parameters()) for x in trainer.tasks)
         return Cost(r.steps, 2 * r.pairs, most, size, seconds * r.steps / 3600)
     if isinstance(job, Tuning):
         task, optimizer = tasks.get(job.task), job.which
@@ -111,11 +91,11 @@ def cost(job: Job | Tuning | MetaTraining, on: estimate.Card) -> Cost:
         steps = max(job.probe_at) + 1 if job.probe_at else job.steps
     task = training.with_rules(task, True)  # costs as much in SP, and is counted once
     step = estimate.nets_step(task, optimizer, nets)
-    fixed = estimate.CONTEXT + estimate.data_bytes([task])
+    fixed, more = estimate.CONTEXT + estimate.data_bytes([task]), step.held + step.count.peak
+    splits = isinstance(job, Job) and not job.probe_at
+    fit = int(min(nets, (on.memory - fixed) / more * nets)) if splits else 0
     hours = steps * step.seconds(on) / 3600
-    return Cost(
-        steps, nets, step.entries // nets, step.held + step.count.peak + fixed, hours, fixed
-    )
+    return Cost(steps, nets, step.entries // nets, fixed + more, hours, fit)
 
 
 def line(job: Job | Tuning | MetaTraining, found: Cost, memory: float) -> str:
@@ -124,20 +104,19 @@ def line(job: Job | Tuning | MetaTraining, found: Cost, memory: float) -> str:
         what = f"{what}, {job.schedule}"
     text = f"{what:52}{found.steps:>7,} steps {found.nets:>3} nets {found.parameters:>13,} "
     text = f"{text}parameters {found.bytes / GIB:7.2f} GiB {found.hours:8.3f} h"
-    tuned = "" if getattr(job, "values", None) is not UNTUNED else "  to be tuned first"
-    splits = isinstance(job, Job) and not job.probe_at
-    return text + tuned + found.note(memory, splits)
+    if found.bytes <= memory:
+        return text
+    fix = f"fewer seeds at a time, --at-once {found.fit}" if found.fit > 0 else "use a larger card"
+    return f"{text}  more than {memory / GIB:.0f} GiB: {fix}"
 
 
 def report(names: Iterable[str], suite: Suite, out: Path, on: estimate.Card, **how) -> str:
     """Every missing job of some experiments, and totals; `how` is for `Results`."""
     lines, costs = [], []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "results"
-        folder.mkdir()
         if out.is_dir():
-            shutil.copytree(out, folder, dirs_exist_ok=True)
-        plan = Plan(folder, **how)
+            shutil.copytree(out, scratch, dirs_exist_ok=True)
+        plan = Plan(Path(scratch), **how)
         for name in names:
             before = len(plan.jobs)
             try:
@@ -148,7 +127,6 @@ def report(names: Iterable[str], suite: Suite, out: Path, on: estimate.Card, **h
             pairs = zip(plan.jobs[before:], found, strict=True)
             lines += [f"{name}:", *(f"  {line(job, x, on.memory)}" for job, x in pairs)]
             costs += found
-    lines += [f"To be tuned first, which is not counted: {text}" for text in plan.to_tune]
     hours, most = sum(x.hours for x in costs), max((x.bytes for x in costs), default=0)
     over = sum(x.bytes > on.memory for x in costs)
     fits = f"; {over} do not fit" if on.memory < math.inf else ""

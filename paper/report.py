@@ -51,10 +51,7 @@ def figure(panels: int) -> tuple[Figure, list]:
     columns = min(panels, 4)
     rows = math.ceil(panels / columns)
     fig = Figure(figsize=(4.4 * columns, 3.6 * rows), layout="constrained")
-    axes = list(fig.subplots(rows, columns, squeeze=False).flat)
-    for ax in axes[panels:]:
-        ax.remove()
-    return fig, axes[:panels]
+    return fig, [fig.add_subplot(rows, columns, k + 1) for k in range(panels)]
 
 
 def save(fig: Figure, path: Path) -> None:
@@ -63,35 +60,38 @@ def save(fig: Figure, path: Path) -> None:
 
 def colour(name: str, other: str = "0.4") -> str:
     """An optimizer of a recipe has the same colour in every figure."""
-    known = list(LABELS).index(name) if name in LABELS else None
-    return other if known is None else f"C{known}" if known < 10 else "k"  # there are ten
+    known = dict(zip(LABELS, range(10), strict=False))  # there are ten
+    return f"C{known[name]}" if name in known else "k" if name in LABELS else other
 
 
-def draw_final(ax, losses: dict[str, dict[int, Tensor]], xlabel: str = "width", **settings) -> None:
+def draw_final(
+    ax, losses: dict[str, dict[int, Tensor]], top: float, xlabel: str = "width", **settings
+) -> None:
     """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
     for k, (name, by_size) in enumerate(losses.items()):
         sizes, c = list(by_size), colour(name, f"C{k}")
         means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
         ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, label=label(name), color=c)
         diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
-        height = [0.98 - 0.03 * len(ax.lines) % 0.2] * len(diverged)
-        ax.plot(diverged, height, "x", color=c, transform=ax.get_xaxis_transform())
+        ax.plot(diverged, [(0.98 - 0.02 * k) * top] * len(diverged), "x", color=c)
     if xlabel == "width":
-        width_axis(ax, sizes)
+        width_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
     ax.set(xlabel=xlabel, ylabel="final loss", **settings)
+    loss_axis(ax, top)
 
 
-def draw_curves(ax, curves: dict[str, Tensor], until: float, **settings) -> None:
+def draw_curves(ax, curves: dict[str, Tensor], until: float, top: float, **settings) -> None:
     """Draw mean training curves over seeds; the last point is at `until`."""
-    for name, losses in curves.items():
+    for k, (name, losses) in enumerate(curves.items()):
         times = torch.arange(1, len(losses) + 1) * until / len(losses)
-        ax.plot(times, losses.mean(1), label=label(name), color=colour(name))
+        ax.plot(times, losses.mean(1), label=label(name), color=colour(name, f"C{9 - k}"))
     ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
+    loss_axis(ax, top)
 
 
-def loss_axis(ax, losses: Iterable[Tensor], top: float) -> None:
+def loss_axis(ax, top: float) -> None:
     """End the y axis at `top`, so that divergence is off the scale."""
-    low = min((float(x) for some in losses for x in some if x < top), default=0.0)
+    low = min((y for line in ax.lines for y in line.get_ydata() if y < top), default=0.0)
     ax.set_ylim(low - 0.05 * (top - low), top)
 
 
@@ -100,7 +100,6 @@ def width_axis(ax, widths: list[int]) -> None:
     ax.set_xscale("log")
     ax.set_xticks(widths, [str(w) for w in widths])
     ax.minorticks_off()
-    ax.set_xlabel("width")
 
 
 def read_table(path: Path) -> list[list[str]]:
@@ -110,11 +109,12 @@ def read_table(path: Path) -> list[list[str]]:
 
 def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
     """Draw README's picture from width.csv and coord.csv, if both are there."""
-    if not all((folder / f"{name}.csv").exists() for name in ("width", "coord")):
+    tables = [folder / f"{name}.csv" for name in ("width", "coord")]
+    if not all(path.exists() for path in tables):
         return
-    (fig, (wide, check)), rows = figure(2), read_table(folder / "width.csv")
+    (fig, (wide, check)), (losses, drifts) = figure(2), map(read_table, tables)
     for name in ("mulo_m", "lo_m", "adamw", "muadam"):
-        here = [row for row in rows if row[:2] == [kind, name]]
+        here = [row for row in losses if row[:2] == [kind, name]]
         widths, *values = ([float(row[k]) for row in here] for k in (2, 3, 4))  # loss, stderr
         style = "-" if name.endswith("_m") else "--"
         wide.errorbar(widths, *values, capsize=2, label=label(name), color=colour(name), ls=style)
@@ -125,7 +125,7 @@ def draw_readme_picture(folder: Path, kind: str, widest: int) -> None:
     wide.minorticks_off()
     wide.set_title(f"{kind}: wider than meta-trained")
     wide.legend(fontsize=8)
-    rows = [row for row in read_table(folder / "coord.csv") if row[1] == "width"]
+    rows = [row for row in drifts if row[1] == "width"]
     names = list(dict.fromkeys(row[0] for row in rows))
     for x, name in enumerate(names):
         slopes = [min(float(row[3]), 2.0) for row in rows if row[0] == name]
@@ -229,7 +229,6 @@ optimizers named by `--who`, else the shipped ones, on tasks of the paper's size
 
 def keep(found: Finding, name: str, folder: Path) -> None:
     """Write an experiment's table, its figure and what it found."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / f"{name}.csv", found.rows)
     save(found.figure, folder / f"{name}.png")
     content = {"said": "\n".join(found.said), "checks": found.checks}
@@ -249,9 +248,8 @@ def section(name: str, found: dict, folder: Path, link: str) -> list[str]:
     lines = [f"## {title}", "", f"**Paper.** {paper.strip()}", ""]
     lines += [f"**Here** (`python evaluate.py {name}`). " + found["said"].replace("\n", "\n\n"), ""]
     lines += [f"- {'yes' if holds else '**no**'}: {x}" for x, holds in found["checks"].items()]
-    if (folder / f"{name}.png").exists():
-        lines += ["", f"![{title}]({link}/{name}.png)"]
     rows = markdown(folder / f"{name}.csv")
+    lines += ["", f"![{title}]({link}/{name}.png)"]
     lines += ["", f"<details><summary>{name}.csv, {len(rows) - 2} rows</summary>", ""]
     return [*lines, *rows, "", "</details>", ""]
 

@@ -12,13 +12,11 @@ import math
 from itertools import chain, product
 
 import torch
-from matplotlib import colormaps
 from torch import Tensor
 
-import tasks
-from evaluate import Job, Results, contender
+from evaluate import Job, Results
 from paper.claims import EXPERIMENTS, Suite, cells, falls, worse
-from paper.report import Finding, label
+from paper.report import Finding, draw_curves, label
 from training import final_loss
 
 NAMES = ("mulo_m", "lo_m")
@@ -29,15 +27,15 @@ Final = dict[str, dict[tuple[str, int], Tensor]]  # split: optimizer and width: 
 def resnet(suite: Suite, results: Results) -> Finding:
     """Train and test loss of μLO_M and LO_M on ResNets of five widths."""
     head = ("optimizer", "width", "train loss", "stderr", "test loss", "its stderr")
-    found, given, jobs = Finding(len(NAMES), head), suite.contenders(), {}
+    found, who, jobs = Finding(len(NAMES), head), suite.contenders(*NAMES), {}
     seeds = tuple(range(suite.resnet_seeds))
     for name, task in product(NAMES, suite.resnets):
-        who, width = given.get(name) or contender(name), tasks.get(task).width
-        jobs[name, width] = Job(who, task, suite.steps, seeds=seeds, test=True)
+        job = Job(who[name], task, suite.steps, seeds=seeds, test=True)
+        jobs[name, job.get_task().width] = job
     results.run(jobs.values(), "resnet")
     final = {
         "train": {key: final_loss(results.losses(job)) for key, job in jobs.items()},
-        "test": {key: results.test_losses(job)[-1] for key, job in jobs.items()},
+        "test": {key: results.losses(job, test=True)[-1] for key, job in jobs.items()},
     }
     for key in jobs:
         found.rows.append([*key, *chain(*(cells(losses[key]) for losses in final.values()))])
@@ -70,14 +68,12 @@ def describe(found: Finding, final: Final) -> None:
 
 def draw(ax, name: str, jobs: dict[int, Job], results: Results) -> None:
     """Losses against steps, a colour for each width: train solid, test dashed."""
-    for k, (w, job) in enumerate(jobs.items()):
-        c = colormaps["viridis"](k / len(jobs))
-        train, test = results.losses(job).mean(1), results.test_losses(job).mean(1)
-        steps = torch.arange(1, len(train) + 1) * job.steps / len(train)
-        ax.plot(steps, train, color=c, label=str(w))
-        ax.plot(torch.linspace(0, job.steps, len(test)), test, "--", color=c)
-    top = 1.2 * math.log(job.get_task().classes)
-    ax.set(xlabel="step", ylabel="loss", ylim=(None, top), title=f"{label(name)} (dashed: test)")
+    curves, [job, *_] = {str(w): results.losses(job) for w, job in jobs.items()}, jobs.values()
+    top, title = 1.2 * math.log(job.get_task().classes), f"{label(name)} (dashed: test)"
+    draw_curves(ax, curves, job.steps, top, title=title)
+    for line, job in zip(list(ax.lines), jobs.values(), strict=True):
+        test = results.losses(job, test=True).mean(1)
+        ax.plot(torch.linspace(0, job.steps, len(test)), test, "--", color=line.get_color())
 
 
 EXPERIMENTS["resnet"] = resnet

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import training
-from evaluate import Results, contender
+from evaluate import Results
 from paper.baselines import Tuning, tune_missing
 from paper.claims import EXPERIMENTS, Suite, cells, guess, ranked
 from paper.report import Finding, colour, label
@@ -49,9 +49,7 @@ def tunings(suite: Suite) -> list[Tuning]:
 def transfer(suite: Suite, results: Results) -> Finding:
     """Untuned on other data sets, input sizes and models, against AdamW of several kinds."""
     tune_missing(tunings(suite), results)
-    given = suite.contenders()
-    who = {name: given.get(name) or contender(name) for name, _ in [*ENTRANTS, ASIDE]}
-    jobs = {}
+    who, jobs = suite.contenders(*(name for name, _ in [*ENTRANTS, ASIDE])), {}
     for name, widths in suite.transfer.items():
         for w, (optimizer, schedule) in product(widths, [*ENTRANTS, ASIDE]):
             if optimizer == "muon" and (w > 64 or "mlp" not in name):
@@ -81,11 +79,6 @@ def average_ranks(final: dict, entrants: list, held_out: bool = False) -> dict[t
     return dict(sorted(zip(entrants, means, strict=True), key=lambda x: x[1]))
 
 
-def ahead(final: dict, a: tuple, b: tuple) -> float:
-    """Mean over tasks and widths of log(loss of a / loss of b): below 0 if a is ahead."""
-    return fmean(math.log(float(x[a].mean() / x[b].mean())) for x in final.values())
-
-
 def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
     """Add sentences, checks and the figure."""
     constant = [e for e in ENTRANTS if e[1] == "constant"]
@@ -100,11 +93,9 @@ def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
         found.said.append(f"Average rank, {what}: {', '.join(parts)}.")
     m, m_cosine = ("mulo_m", "constant"), ("mulo_m", "cosine2")
     oracle, default = ("adamw_oracle", "cosine"), ("adamw_default", "constant")
-    worse = [
-        name.format(w)
-        for (name, w), x in final.items()
-        if float(x[m].mean()) > float(x[default].mean())
-    ]
+    means = {key: {e: float(x.mean()) for e, x in some.items()} for key, some in final.items()}
+    worse = [name.format(w) for (name, w), x in means.items() if x[m] > x[default]]
+    ratios = [math.log(x[m_cosine] / x[oracle]) for x in means.values()]
     found.said.append(
         f"μLO_M ends above AdamW at its default rate on {', '.join(worse) or 'no task'}."
     )
@@ -114,7 +105,7 @@ def describe(found: Finding, final: dict[tuple, dict[tuple, Tensor]]) -> None:
     found.checks |= {
         "μLO_M, untuned, is nowhere behind AdamW at its default rate": not worse,
         "μLO_M with a cosine is ahead of AdamW with a cosine retuned at every width, on "
-        "average": ahead(final, m_cosine, oracle) < 0,
+        "average": fmean(ratios) < 0,
     }
     for how, x in (("at a constant rate", "constant"), ("with a cosine", "cosine2")):
         claim = f"μLO_X {how} has a better average rank, on data it has not seen, than all that are"

@@ -11,14 +11,6 @@ import mulo
 from paper import choose
 
 
-def test_smooth_is_a_running_mean():
-    x = torch.arange(10.0)
-    steps, means = choose.smooth(x, 3)
-    assert list(steps) == list(range(2, 10))
-    torch.testing.assert_close(means, torch.stack([x[k - 2 : k + 1].mean() for k in steps]))
-    assert choose.smooth(x[:2])[1].tolist() == [0.5]  # shorter than the window
-
-
 def run_folder(path, seed, lam1=0.01, name="mulo_m"):
     """A run's folder with an untrained optimizer in it."""
     r = metatrain.recipe(name, seed=seed, unroll=10, shortest=10, lam1=lam1)
@@ -46,8 +38,6 @@ def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch):
     record = (tmp_path / "weights" / "README.md").read_text()
     assert "| mulo_m | 1 | shipped |" in record
     assert "| mulo_m | 0 |  |" in record
-    monkeypatch.setattr(choose, "train", lambda *a, **k: pytest.fail("validated again"))
-    assert choose.choose("mulo_m", folders[::-1]) == tmp_path / "weights" / "mulo_m.pt"
     with pytest.raises(ValueError, match="is a run of mulo_m, not of lo_m"):
         choose.choose("lo_m", folders)
 

@@ -30,7 +30,7 @@ def test_memory_is_what_the_profiler_sees():
         inner()
     assert count.peak == pytest.approx(bench.extra_bytes(inner), rel=0.05)
     meta = metatrain.Trainer(r, metatrain.new_lo(r, "meta"), data=False)
-    held, more, _ = estimate.task_estimate(meta, 0, estimate.CARDS["a6000"])
+    [[held, more, _]], *_ = estimate.meta_training(meta, estimate.CARDS["a6000"])
     assert more == pytest.approx(count.peak, rel=0.01)
     per_net = 26_122 * (1 + 3 + 1) * 4  # parameters, M and V: the rest is rows and columns
     assert 8 * per_net < held < 1.1 * 8 * per_net

@@ -53,30 +53,41 @@ def test_grids_are_the_papers():
 
 def test_tuning_sorts_by_final_loss_and_survives_divergence(monkeypatch):
     monkeypatch.setattr(baselines, "CHUNK", 10)
-    task = tasks.get("fashion8_mlp_w16_d3", batch_size=16)
-    found = baselines.tune(
-        "adamw", task, 20, [0, 1], configs=baselines.grid("adamw", baselines.USUAL)
-    )
+    name, configs = "fashion8_mlp_w16_d3_b16", baselines.grid("adamw", baselines.USUAL)
+    tuning = baselines.Tuning("adamw", name, 20, seeds=(0, 1), configs=configs)
+    found = tuning.search(configs, [0, 1], "cpu")
     losses = [c["loss"] for c in found]
     assert len(found) == 14
     assert losses == sorted(losses)
     assert 1e-3 < found[0]["lr"] < 0.1
     adam = baselines.adam([found[0]] * 2)
-    again = training.train(training.with_rules(task, False), adam, 20, [0, 1])
+    again = training.train(tasks.get(name, rules=()), adam, 20, [0, 1])
     assert float(training.final_loss(again).mean()) == pytest.approx(losses[0], rel=1e-4)
-    monkeypatch.setattr(training, "train", lambda *a, copies, **k: torch.tensor([[math.nan, 1, 2]]))
-    monkeypatch.setitem(baselines.GRIDS, "adamw", {"lr": [0.1, 0.2, 0.3]})
-    found = baselines.tune("adamw", task, 1, [0], configs=baselines.grid("adamw", baselines.USUAL))
-    assert [c["lr"] for c in found] == [0.2, 0.3, 0.1]
+    monkeypatch.setattr(training, "train", lambda *a: torch.tensor([[math.nan, 1, 2]]))
+    configs = [baselines.USUAL | {"lr": lr} for lr in (0.1, 0.2, 0.3)]
+    assert [c["lr"] for c in tuning.search(configs, [0], "cpu")] == [0.2, 0.3, 0.1]
+
+
+def test_rates_are_tuned_by_one_seed_and_the_best_by_all(monkeypatch):
+    tried, best = [], [0.3, 0.2, 0.1]
+
+    def search(self, configs, seeds, device):
+        tried.append(([c["lr"] for c in configs], list(seeds)))
+        return [baselines.USUAL | {"lr": lr, "loss": 1.0} for lr in [*best, 1e-4]]
+
+    monkeypatch.setattr(baselines.Tuning, "search", search)
+    found = baselines.Tuning("muadam", NAME, 7, "cosine").run()
+    assert tried == [(baselines.RATES["muadam"], [5001]), (best, [5001, 5002, 5003])]
+    assert (found["lr"], found["configurations"], found["seeds"]) == (0.3, 9, 3)
 
 
 def test_tuned_values_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "TUNED", tmp_path)
     assert baselines.best("adamw", "fashion8_mlp", 500) is None
     assert baselines.best("muadam", "lm", 1000)["lr"] == 0.1077  # the paper's
-    baselines.remember("muadam", "lm", 1000, "cosine", VALUES | {"loss": 1.0})
-    baselines.remember("adamw", "lm", 1000, "cosine", VALUES | {"lr": 0.25})
-    assert baselines.best("muadam", "lm", 1000, "cosine") == VALUES | {"loss": 1.0}
+    baselines.remember(VALUES | {"loss": 1.0}, "muadam", "lm", 1000, "cosine")
+    baselines.remember(VALUES | {"lr": 0.25}, "adamw", "lm", 1000, "cosine")
+    assert baselines.best("muadam", "lm", 1000, "cosine")["loss"] == 1.0
     assert baselines.best("adamw", "lm", 1000, "cosine")["lr"] == 0.25
     assert baselines.best("muadam", "lm", 1000)["lr"] == 0.1077
     with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp --steps 10 --sch"):
@@ -94,8 +105,6 @@ def test_schedules():
     for t, factor in ((0, 1), (50, 0.55), (100, 0.1)):
         assert cosine(t) == pytest.approx(factor)
     assert baselines.schedule_of("constant", 100) is None
-    with pytest.raises(ValueError, match="use constant or cosine"):
-        baselines.schedule_of("linear", 100)
 
 
 # ---------------------------------------------------------------- jobs and results
@@ -173,8 +182,8 @@ def test_fresh_trains_what_is_kept(tmp_path, monkeypatch, lo_m):
     old = Results(tmp_path)
     losses = old.losses(job(lo_m, 4, [0, 1]))
     assert old.origin() == f"All nets were trained now; their losses are kept in {tmp_path}."
-    for key in old.curves:
-        old.curves[key] = "9 9 9 9"
+    for key in old.kept:
+        old.kept[key] = "9 9 9 9"
     old.save()
     stale = Results(tmp_path)
     assert (stale.losses(job(lo_m, 4, [0, 1, 2]))[:, :2] == 9).all()
@@ -201,73 +210,7 @@ def test_optimizers_of_one_name_are_told_apart(tmp_path, lo_m):
         w.add_(0.1)
     assert not torch.equal(results.losses(job(lo_m, 5, [0])), before)
     results.losses(job(dataclasses.replace(lo_m, rules=("update",)), 5, [0]))
-    assert len(results.curves) == 3
-
-
-def test_processes_give_what_one_does(tmp_path, lo_m):
-    """Losses and activations, trained by two processes and by one."""
-    probe = job(lo_m, 4, [0, 1], probe_at=(1, 3))
-    jobs = [job(lo_m, 4, [0]), job(contender("muadam"), 4, [0, 1]), probe]
-    for folder, processes in (("one", 1), ("two", 2)):
-        Results(tmp_path / folder, processes=processes).run(jobs)
-    one, two = Results(tmp_path / "one"), Results(tmp_path / "two")
-    assert one.curves == two.curves
-    assert len(one.curves) == 3
-    assert one.probed == two.probed
-    assert list(one.activations(probe)) == ["layers.0", "layers.1", "head"]
-
-
-def test_a_registered_task_is_known_by_its_file(tmp_path, monkeypatch, lo_m):
-    """Worker processes import it, losses below 0.0001 are kept, and an edit makes another row."""
-    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
-    monkeypatch.setattr(tasks, "FILES", {})
-    text = (ROOT / "examples" / "own_task.py").read_text().replace("square().mean()", "mean() ** 2")
-    (tmp_path / "mine.py").write_text(text)
-    jobs = [Job(lo_m, f"{tmp_path}/mine.py_w{w}_d3", 4, seeds=(0,)) for w in (8, 16)]
-    assert jobs[0].task == "sines_w8_d3"
-    results = Results(tmp_path, processes=2)
-    results.run(jobs)
-    assert len(results.trained) == 2
-    assert 0 < results.losses(jobs[0]).min() < 1e-3
-    task = jobs[0].get_task()
-    expected = training.train(task, lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
-    torch.testing.assert_close(results.losses(jobs[0]), expected, rtol=1e-4, atol=0)
-    with pytest.raises(ValueError, match=rf"adamw is not .* tune {tmp_path}/mine\.py\.$"):
-        Job(contender("adamw"), "sines_w8_d3", 4).keys()
-    before = jobs[0].keys()
-    tasks.KINDS.pop("sines"), tasks.FILES.clear()
-    (tmp_path / "mine.py").write_text(text + "# edited\n")
-    assert Job(lo_m, f"{tmp_path}/mine.py_w8_d3", 4, seeds=(0,)).keys() != before
-
-
-def test_baselines_tuned_for_these_steps_will_do(tmp_path, monkeypatch):
-    """Where the meta-trained horizon has not been tuned for, which comes first."""
-    monkeypatch.setattr(baselines, "TUNED", tmp_path)
-    baselines.remember("adamw", "fashion8_mlp", 7, "constant", VALUES | {"lr": 0.7})
-    assert job(contender("adamw"), 7, [0]).values["lr"] == 0.7
-    with pytest.raises(ValueError, match="adamw is not tuned for fashion8_mlp"):
-        job(contender("adamw"), 8, [0]).keys()
-    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
-    assert job(contender("adamw"), 7, [0]).values["lr"] == VALUES["lr"]
-
-
-def test_two_evaluations_may_write_to_one_folder(tmp_path, lo_m):
-    one, two = Results(tmp_path), Results(tmp_path)
-    one.losses(job(lo_m, 4, [0]))
-    two.losses(job(lo_m, 4, [1]))
-    assert len(Results(tmp_path).curves) == 2
-
-
-def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
-    """A job keeps the values it was made with, and is kept under them."""
-    monkeypatch.setattr(baselines, "TUNED", tmp_path)
-    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES)
-    first = job(contender("adamw"), 4, [0])
-    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1.0})
-    second = job(contender("adamw"), 4, [0])
-    assert first.keys() != second.keys()
-    results = Results(tmp_path)
-    assert results.losses(first)[-1] < results.losses(second)[-1]
+    assert len(results.kept) == 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,32 +220,88 @@ class Broken:
     def __str__(self):
         return "broken"
 
-    def cost(self):
-        return 10**9
-
     def run(self, *how):
         raise OSError("it broke")
 
 
-def test_a_failure_does_not_stop_the_others(tmp_path, lo_m):
-    good = job(lo_m, 4, [0])
-    done = Results(tmp_path, processes=2).execute([Broken(), good], "test")
-    assert next(done)[0] == good
-    with pytest.raises(RuntimeError, match="1 of 2 jobs failed: broken: it broke"):
-        list(done)
+@pytest.fixture
+def own_task(tmp_path, monkeypatch):
+    """A file that registers a task, whose losses are below 0.001."""
+    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
+    monkeypatch.setattr(tasks, "FILES", {})
+    text = (ROOT / "examples" / "own_task.py").read_text().replace("square().mean()", "mean() ** 2")
+    (tmp_path / "mine.py").write_text(text)
+    return tmp_path / "mine.py"
+
+
+def test_processes_give_what_one_does(tmp_path, lo_m, own_task):
+    """Losses, activations and a registered task, which they import; a failure stops no others."""
+    probe = job(lo_m, 4, [0, 1], probe_at=(1, 3))
+    jobs = [job(contender("muadam"), 4, [0, 1]), probe, Job(lo_m, f"{own_task}_w8_d3", 4)]
+    done = Results(tmp_path, processes=2).execute([Broken(), *jobs], "test")
+    found = [next(done) for _ in jobs]
+    assert {str(x): result for x, result in found} == {str(x): x.run() for x in jobs}
+    with pytest.raises(RuntimeError, match="1 of 4 jobs failed: broken: it broke"):
+        next(done)
+    assert list(Results(tmp_path).activations(probe)) == ["layers.0", "layers.1", "head"]
+
+
+def test_a_registered_task_is_known_by_its_file(tmp_path, lo_m, own_task):
+    """Losses below 0.0001 are kept, and an edit makes another row."""
+    mine = Job(lo_m, f"{own_task}_w8_d3", 4, seeds=(0,))
+    assert mine.task == "sines_w8_d3"
+    losses = Results(tmp_path).losses(mine)
+    assert 0 < losses.min() < 1e-3
+    expected = training.train(mine.get_task(), lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
+    with pytest.raises(ValueError, match=rf"adamw is not .* tune {own_task}\.$"):
+        Job(contender("adamw"), "sines_w8_d3", 4).keys()
+    with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
+        Job(lo_m, f"{own_task}_w8_d3", 4, test=True)
+    before = mine.keys()
+    tasks.KINDS.pop("sines"), tasks.FILES.clear()
+    own_task.write_text(own_task.read_text() + "# edited\n")
+    assert Job(lo_m, f"{own_task}_w8_d3", 4, seeds=(0,)).keys() != before
+
+
+def test_baselines_tuned_for_these_steps_will_do(tmp_path, monkeypatch):
+    """Where the meta-trained horizon has not been tuned for, which comes first."""
+    monkeypatch.setattr(baselines, "TUNED", tmp_path)
+    baselines.remember(VALUES | {"lr": 0.7}, "adamw", "fashion8_mlp", 7, "constant")
+    assert job(contender("adamw"), 7, [0]).values["lr"] == 0.7
+    with pytest.raises(ValueError, match="adamw is not tuned for fashion8_mlp"):
+        job(contender("adamw"), 8, [0]).keys()
+    baselines.remember(VALUES, "adamw", "fashion8_mlp", 500, "constant")
+    assert job(contender("adamw"), 7, [0]).values["lr"] == VALUES["lr"]
+
+
+def test_two_evaluations_may_write_to_one_folder(tmp_path, lo_m):
+    one, two = Results(tmp_path), Results(tmp_path)
+    one.losses(job(lo_m, 4, [0]))
+    two.losses(job(lo_m, 4, [1]))
+    assert len(Results(tmp_path).kept) == 2
+
+
+def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
+    """A job keeps the values it was made with, and is kept under them."""
+    monkeypatch.setattr(baselines, "TUNED", tmp_path)
+    baselines.remember(VALUES, "adamw", "fashion8_mlp", 500, "constant")
+    first = job(contender("adamw"), 4, [0])
+    baselines.remember(VALUES | {"lr": 1.0}, "adamw", "fashion8_mlp", 500, "constant")
+    second = job(contender("adamw"), 4, [0])
+    assert first.keys() != second.keys()
+    results = Results(tmp_path)
+    assert results.losses(first)[-1] < results.losses(second)[-1]
 
 
 def test_jobs_that_cannot_be(lo_m):
     with pytest.raises(ValueError, match="unknown task"):
         Job(lo_m, "foo", 4)
-    for steps, seeds in ((0, [0]), (4, [])):
-        with pytest.raises(ValueError, match="steps and seeds must be 1 or more"):
-            job(lo_m, steps, seeds)
 
 
 def test_divergence_is_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "TUNED", tmp_path)
-    baselines.remember("adamw", "fashion8_mlp", 500, "constant", VALUES | {"lr": 1e30})
+    baselines.remember(VALUES | {"lr": 1e30}, "adamw", "fashion8_mlp", 500, "constant")
     diverges = job(contender("adamw"), 120, [0])
     assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])
     assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])  # read from the file
@@ -328,18 +327,10 @@ def test_test_loss_is_of_data_held_out(tmp_path):
     everything = images.take(torch.arange(8000, 10_000))
     everything = tuple(x.expand(2, *x.shape) for x in everything)
     expected = [task.losses(theta, everything) for theta in seen[::2]]
-    found = Results(tmp_path).test_losses(held_out)
+    found = Results(tmp_path).losses(held_out, test=True)
     assert found.shape == (11, 2)
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-4)
     assert found[-1].max() < found[0].min() - 0.2  # the nets do learn
-
-
-def test_a_registered_task_has_no_test_data(monkeypatch, lo_m):
-    monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
-    monkeypatch.setattr(tasks, "FILES", {})
-    own = f"{ROOT}/examples/own_task.py_w8_d3"
-    with pytest.raises(ValueError, match="sines is registered, so it has no test data"):
-        Job(lo_m, own, 4, test=True)
 
 
 def test_pre_activations_are_the_layers_outputs():
@@ -388,7 +379,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(baselines, "TUNED", tmp_path / "results" / "tuned")
     for which in baselines.BASELINES:
-        baselines.remember(which, "fashion8_mlp", 500, "constant", VALUES)
+        baselines.remember(VALUES, which, "fashion8_mlp", 500, "constant")
     nets = claims.Family("fashion8_mlp", (8,), base=8, depths=(3, 4), seeds=2)
     tiny = claims.Suite(("mulo_m",), (nets,), steps=10)
     monkeypatch.setattr(claims, "SUITES", {"desk": tiny})
@@ -439,7 +430,7 @@ def test_ctrl_c_is_one_sentence(tmp_path, monkeypatch, complaint):
 #   --seeds 2 --out results/meta_seeds
 def meta_seeds():
     found = {}
-    for (who, _, task, *_), losses in Results(ROOT / "results" / "meta_seeds").curves.items():
+    for (who, _, task, *_), losses in Results(ROOT / "results" / "meta_seeds").kept.items():
         final = [float(x) for x in losses.split()][-5:]
         found.setdefault((who, tasks.get(task).width), []).append(sum(final) / 5)
     return {key: sum(x) / len(x) for key, x in found.items()}

@@ -44,7 +44,9 @@ def test_findings_are_written(tmp_path):
     found = report.Finding(1, ("a", "|b|"))
     found.rows += [["1, 2", 3], ["mulo_m", 4]]
     found.said, found.checks = ["One.", "Two."], {"it holds": True}
+    (tmp_path / "new").mkdir()
     report.keep(found, "depth", tmp_path / "new")
+    assert (tmp_path / "new" / "depth.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "new" / "depth.json").read_text()) == {
         "said": "One.\nTwo.", "checks": {"it holds": True},
     }  # fmt: skip
