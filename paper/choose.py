@@ -138,10 +138,9 @@ the others'). `anneal` in the config shrinks updates beyond the horizon of meta-
 steps, 1,000 for mulo_x), so it matters in validation but not in meta-training. Meta-loss is the
 mean of the last 20 outer steps.
 
-mulo_x is mulo_m with learned multipliers; on its validation tasks mulo_m has 0.526. Other forms
-validated worse, on the same tasks without fashion14_mlp_w512_d3, where mulo_x has 0.535: with the
-time features cut off at 500 steps (0.556), and with all weights meta-trained on the mixture, from
-random ones (0.593) and from mulo_m's (0.550).
+mulo_x is mulo_m with learned multipliers. They differ widely between the seeds, so this recipe
+determines them poorly. Other forms were tried and validated worse: time features cut off at 500
+steps, and all weights meta-trained on the mixture, from random ones and from mulo_m's.
 
 | name | seed | | validation | meta-loss | minutes | commit | command |
 |---|---|---|---|---|---|---|---|

@@ -82,7 +82,7 @@ class Suite:
     )
     steps: int = 500  # the meta-trained horizon
     transfer: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: TRANSFER)
-    transfer_seeds: tuple[int, int] = (5, 2)  # the second from width 1024 on
+    transfer_seeds: int = 5
     images: dict[int, str] = dataclasses.field(default_factory=lambda: IMAGES)
     resnets: tuple[str, ...] = RESNETS
     resnet_seeds: int = 2

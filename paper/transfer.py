@@ -54,7 +54,7 @@ def transfer(suite: Suite, results: Results) -> Finding:
         for w, (optimizer, schedule) in product(widths, [*ENTRANTS, ASIDE]):
             if optimizer == "muon" and (w > 64 or "mlp" not in name):
                 continue
-            task, seeds = name.format(w), suite.transfer_seeds[w >= 1024]
+            task, seeds = name.format(w), suite.transfer_seeds
             jobs[name, w, optimizer, schedule] = suite.job(who[optimizer], task, 1, schedule, seeds)
     results.run(jobs.values(), "transfer")
     final = {}

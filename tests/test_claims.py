@@ -17,7 +17,7 @@ MLPS = claims.Family("fashion8_mlp", (8, 16), depths=(3, 4), horizons=(2, 3), se
 VITS = claims.Family("fashion_vit", (8, 16), depths=(1, 2), seeds=2, few=1, suffix="_b2", **SMALL)
 SUITE = claims.Suite(
     who=("mulo_m", "lo_m", "adamw", "muadam"), families=(MLPS, VITS), steps=6,
-    ablate_widths=(8, 16), ablate_seeds=1, ablate_recipe=TINY, transfer_seeds=(2, 1),
+    ablate_widths=(8, 16), ablate_seeds=1, ablate_recipe=TINY, transfer_seeds=2,
     transfer={"fashion8_mlp_w{}_d3": (8, 16)},
     resnets=("fashion8_mlp_w8_d3", "fashion8_mlp_w16_d3"),
 )  # fmt: skip
