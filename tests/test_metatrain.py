@@ -300,7 +300,7 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
     state = torch.load(max(whole.glob("checkpoint_*.pt")))
     torch.save(state | {"recipe": state["recipe"] | {"colour": 1}}, other / "checkpoint_000006.pt")
     for flags, reason in (
-        (["--widths", 0], "make them positive"),
+        (["--widths", 0], "widths must be 1 or more, warmup 0 or more"),
         (["--resume", other], "was made by other code"),
         (["--pairs", 0], "pairs must be 1 or more"),
         (["--sigma", 0], "sigma must be a number above 0"),
