@@ -51,7 +51,7 @@ class Family:
     horizons: tuple[int, ...] = ()  # lengths of the runs under a cosine
     longest: int = 0  # of the runs at a constant rate; 0: not among the long runs
     seeds: int = 5
-    few: int = 3  # seeds of ranks and, without `horizons`, of long runs
+    few: int = 5  # seeds of ranks and of the runs at `longest`
     suffix: str = ""  # of the tasks' names: the batch size
 
     def task(self, width: int, depth: int = 3) -> str:
@@ -85,7 +85,6 @@ class Suite:
     transfer_seeds: int = 5
     images: dict[int, str] = dataclasses.field(default_factory=lambda: IMAGES)
     resnets: tuple[str, ...] = RESNETS
-    resnet_seeds: int = 2
     scale: str = "desk"
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
     ablate_seeds: int = 2  # of meta-training
@@ -140,7 +139,6 @@ SUITES = {
         ),
         steps=1000, scale="paper", images={},
         resnets=tuple(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048)),
-        resnet_seeds=5,
     ),
 }  # fmt: skip
 
@@ -360,7 +358,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
     head = ("kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest")
     found, jobs = Finding(len(panels), head), {}
     for f, schedule, times in runs:
-        seeds = f.seeds if f.horizons else f.few
+        seeds = f.few if schedule == "constant" else f.seeds
         jobs[f, schedule, times] = {
             name: suite.job(c, f.task(f.base), times, schedule, seeds) for name, c in who.items()
         }

@@ -216,9 +216,9 @@ sets" only.
 
 AdamW and μAdam are tuned on each kind: over the paper's grids of 504 and 512 configurations on
 fashion8_mlp and teacher_mlp; elsewhere, and for the cosine schedule, only their rates are (on
-transformers 8 and 7 of the grids' rates at width 32). MLPs have 5 seeds, 3 for ranks and in the
+transformers 8 and 7 of the grids' rates at width 32). MLPs and ResNets have 5 seeds, 3 in the
 coordinate check, 2 in the look at activations, 1 or 2 in the ablations; transformers 3, 2 for ranks
-and long runs; ResNets 2.
+and in long runs.
 
 The same commands with `--scale paper --device cuda --who` and the folders of your runs are for the
 paper's sizes; that has not been run.""",

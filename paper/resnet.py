@@ -28,7 +28,7 @@ def resnet(suite: Suite, results: Results) -> Finding:
     """Train and test loss of μLO_M and LO_M on ResNets of five widths."""
     head = ("optimizer", "width", "train loss", "stderr", "test loss", "its stderr")
     found, who, jobs = Finding(len(NAMES), head), suite.contenders(*NAMES), {}
-    seeds = tuple(range(suite.resnet_seeds))
+    seeds = tuple(range(5))
     for name, task in product(NAMES, suite.resnets):
         job = Job(who[name], task, suite.steps, seeds=seeds, test=True)
         jobs[name, job.get_task().width] = job
