@@ -109,17 +109,18 @@ def whole(tmp_path_factory):
     return out
 
 
-def forked(args, env=None):
-    """The program in a process of its own, without the seconds that its imports take."""
+def program(args, env):
+    os.environ.update(env)
+    sys.argv = ["metatrain.py", *args]
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    metatrain.main()
+    os._exit(0)  # gloo's threads can abort the shutdown of the interpreter
 
-    def program():
-        os.environ.update(env or {})
-        sys.argv = ["metatrain.py", *args]
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        metatrain.main()
-        os._exit(0)  # gloo's threads can abort the shutdown of the interpreter
 
-    process = multiprocessing.get_context("fork").Process(target=program)
+def start(args, env=None):
+    """The program in a process of its own. Not forked: the threads of other tests could hang it."""
+    given = [*map(str, args)], dict(os.environ) | (env or {})
+    process = multiprocessing.get_context("spawn").Process(target=program, args=given)
     process.start()
     return process
 
@@ -132,7 +133,7 @@ def test_resume_after_3_kills(tmp_path):
     new_run(expected, **long).train(minutes=0)
     args = command(out, "--no-picture", **long)
     while not (out / "lo.pt").exists():
-        process = forked(args)
+        process = start(args)
         if kills < 3:
             before = set(out.glob("checkpoint_*.pt"))
             while process.is_alive() and set(out.glob("checkpoint_*.pt")) == before:
@@ -269,18 +270,18 @@ def test_the_end_of_a_run(whole):
 def test_two_processes(whole, tmp_path, complaint):
     """They give what one does; cut short, they resume bit for bit; one may not take over."""
 
-    def start(args):
+    def run(args):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        processes = [forked(args, env | {"RANK": str(k)}) for k in range(2)]
+        processes = [start(args, env | {"RANK": str(k)}) for k in range(2)]
         for process in processes:
             process.join()
         assert [process.exitcode for process in processes] == [0, 0]
 
     both, cut = tmp_path / "both", tmp_path / "cut"
-    start(command(both, "--no-picture"))
+    run(command(both, "--no-picture"))
     for mine, expected in zip(*(np.genfromtxt(x / "log.csv", delimiter=",") for x in (both, whole)),
                               strict=True):  # fmt: skip
         np.testing.assert_allclose(mine, expected, rtol=1e-4)
@@ -289,7 +290,7 @@ def test_two_processes(whole, tmp_path, complaint):
     (cut / "checkpoint_000006.pt").unlink()  # so the last one is incomplete
     said = complaint(metatrain, "--resume", cut)
     assert "resume it with torchrun --nproc-per-node 2" in said
-    start(resume(cut))
+    run(resume(cut))
     assert finished_run(cut)[0] == finished_run(both)[0]
 
 

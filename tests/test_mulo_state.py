@@ -245,8 +245,7 @@ def test_ddp(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    how = {"nprocs": 2, "start_method": "fork"}
-    mp.start_processes(_ddp_worker, (2, port, str(tmp_path)), **how)
+    mp.spawn(_ddp_worker, (2, port, str(tmp_path)), nprocs=2)
     first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
     assert torch.equal(first, second)
     x, y = task(MLP)
