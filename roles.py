@@ -14,7 +14,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from numbers import Integral, Real
 from typing import NamedTuple
 
@@ -293,6 +293,7 @@ def kind_of(w: Weight, role: str) -> str:
     return "conv" if role == "hidden" and area_of(w) > 1 else role
 
 
+@cache
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     """The factor on the update by two rules beyond the paper. A learned optimizer's config
     (mulo.LOConfig) switches them on, as they must be on or off as in its meta-training.
