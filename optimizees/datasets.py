@@ -7,7 +7,7 @@
 A data set is one tensor on the device. A batch gathers from it at indices drawn uniformly, with
 replacement, from the given generator: the same seed gives the same batches. Every data set has
 `classes`, `shape` (of one input) and `batch`. The paper uses imagenet32, imagenet64, cifar10 and
-lm1b; fashion10k, pixels, teacher and text:<path> are ours. `files.py` reads the files.
+lm1b; fashion10k, fashion, pixels, teacher and text:<path> are ours. `files.py` reads the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +34,8 @@ FASHION = 10, (72.9404,), (90.0212,)
 CIFAR10 = 10, (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
 IMAGENET = 1000, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 IMAGES = {
-    "fashion10k": FASHION, "cifar10": CIFAR10, "cifar10k": CIFAR10, "imagenet32": IMAGENET,
-    "imagenet64": IMAGENET,
+    "fashion10k": FASHION, "fashion": FASHION, "cifar10": CIFAR10, "cifar10k": CIFAR10,
+    "imagenet32": IMAGENET, "imagenet64": IMAGENET,
 }  # fmt: skip
 GREYS = 16  # grey levels of the data set "pixels"
 TEACHERS = {  # teacher, teacher256 and so on; those with letters are for meta-training
@@ -212,6 +212,8 @@ def load(
     size: int | None = None,
     split: str = "all",
     seq_len: int = 64,
+    tokenizer: Callable[[str], Sequence[int]] | None = None,
+    partial: bool = False,
 ) -> Images | Tokens | Teacher:
     """Load a data set by name. Nothing is downloaded.
 
@@ -219,14 +221,15 @@ def load(
     that everything runs at once; it is not the paper's data. pixels is fashion10k as a language: a
     start token, then seq_len pixels of 16 grey levels, row by row. TEACHERS are procedural. The
     others are read from data_dir (default: $MULO_DATA, else ./data) in their published layout:
-    cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64 (converted at first
-    use), lm1b (tokenized at first use). text:<path> is any file, as bytes; a relative path may also
-    be relative to data_dir.
+    fashion, cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64 (converted
+    at first use), lm1b (tokenized at first use). text:<path> is any file, as bytes; a relative path
+    may also be relative to data_dir.
 
     split="all" is everything there is to train on; "train" and "test" are disjoint. Sets that have
     test files have "train" equal to "all". Of fashion10k and pixels, "train" is the first 8,000
     images and "test" the last 2,000; of a text, "test" is the last tenth. teacher never repeats an
-    example, so its splits are alike. `size` pools images, `seq_len` is for text.
+    example, so its splits are alike. `size` pools images, `seq_len` is for text. `tokenizer`
+    replaces lm1b's sentencepiece *.model; partial=True accepts cifar10 and lm1b with files missing.
     """
     kind, _, path = name.partition(":")
     known = [*IMAGES, "pixels", "lm1b", *(f"teacher{k}" for k in TEACHERS)]
@@ -241,12 +244,16 @@ def load(
         text = files.read_text(Path(path) if Path(path).is_file() else root / path)
         return Tokens(torch.from_numpy(_part(text, split, 0.1)), 256, seq_len, device)
     if kind == "lm1b":
-        rows, classes = files.read_lm1b(root / kind, test, seq_len)
+        rows, classes = files.read_lm1b(root / kind, test, seq_len, tokenizer, partial)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
     if kind in ("fashion10k", "pixels"):
-        x, y = (_part(array, split, 0.2) for array in files.read_fashion10k(EMBEDDED))
+        arrays = files.read_fashion("fashion10k", EMBEDDED, test=True)
+        x, y = (_part(array, split, 0.2) for array in arrays)
+    elif kind == "fashion":
+        x, y = files.read_fashion(kind, root / "fashion-mnist", test)
     elif kind.startswith("cifar10"):
-        x, y = files.read_cifar10(root / "cifar10", test, parts=1 if kind == "cifar10k" else 5)
+        parts = 1 if kind == "cifar10k" else 5
+        x, y = files.read_cifar10(root / "cifar10", test, parts, partial)
     else:
         x, y = files.read_imagenet(kind, root / kind, test)
     images = Images(torch.from_numpy(x), torch.from_numpy(y), *IMAGES.get(kind, FASHION))

@@ -1,8 +1,8 @@
-"""Readers of published data files, and a downloader for CIFAR-10.
+"""Readers of published data files, and a downloader for some of them.
 
 A file that is missing, or is not the published one, raises an error that names it and tells the
 fix. `datasets.load` makes data sets of the arrays read here. Only `download`
-(`python tasks.py download cifar10`) uses the network.
+(`python tasks.py download NAME`) uses the network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import tarfile
 import urllib.request
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from tqdm import tqdm
 from checkpoints import write_atomically
 
 SHA256 = {  # of the published files; for .gz files, of their uncompressed content
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -31,11 +33,17 @@ SHA256 = {  # of the published files; for .gz files, of their uncompressed conte
     "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
-CIFAR10 = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
+DOWNLOADS = {  # name: folder in data_dir, URLs
+    "cifar10": ("cifar10", ["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]),
+    "fashion": ("fashion-mnist", [f"{ZALANDO}/{k}.gz" for k in SHA256 if "idx" in k]),
+}
+VOCABULARY = 32_000  # of the paper's LMs: the ids of a given tokenizer are below it
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 GET_IMAGENET = "unpack the downsampled npz files of https://image-net.org/download-images there"
 HOW_TO_GET = {
     "fashion10k": "they are in the repository, run from a checkout of it",
+    "fashion": "`python tasks.py download fashion` gets them",
     "cifar10": "`python tasks.py download cifar10` gets them",
     "imagenet32": GET_IMAGENET,
     "imagenet64": GET_IMAGENET,
@@ -49,13 +57,13 @@ def data_dir_or_default(data_dir: str | os.PathLike | None) -> Path:
     return Path(data_dir or os.environ.get("MULO_DATA") or "data").expanduser()
 
 
-def _find(name: str, folder: Path, files: list[str]) -> list[Path]:
-    """Paths of these files of the data set `name`, of which all must exist."""
+def _find(name: str, folder: Path, files: list[str], partial: bool = False) -> list[Path]:
+    """Paths of these files of the data set `name`: all must exist, or one with `partial`."""
     missing = [file for file in files if not (folder / file).is_file()]
-    if missing:
+    if missing and not (partial and len(missing) < len(files)):
         what = ", ".join(missing) if len(missing) < 11 else f"{missing[0]} to {missing[-1]}"
         raise FileNotFoundError(f"{name}: {folder} lacks {what}: {HOW_TO_GET[name]}.")
-    return [folder / file for file in files]
+    return [folder / file for file in files if file not in missing]
 
 
 def _read(path: Path) -> bytearray:
@@ -73,21 +81,22 @@ def _read(path: Path) -> bytearray:
     return bytearray(content)  # torch wants it writable
 
 
-def read_fashion10k(folder: Path) -> Arrays:
+def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
     """From IDX files: a header of 4 bytes, and of 4 for each axis; then the array."""
-    files = ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
-    x, y = map(_read, _find("fashion10k", folder, files))
+    part = "t10k" if test else "train"
+    files = [f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz"]
+    x, y = map(_read, _find(name, folder, files))
     x = np.frombuffer(x, np.uint8, offset=16).reshape(-1, 1, 28, 28)
     return x, np.frombuffer(y, np.uint8, offset=8).astype(np.int64)
 
 
-def read_cifar10(folder: Path, test: bool, parts: int) -> Arrays:
+def read_cifar10(folder: Path, test: bool, parts: int, partial: bool) -> Arrays:
     """The test images, or the first `parts` of the five files of training images.
 
     A file is records of a label and 1024 bytes each of R, G and B.
     """
     files = ["test_batch.bin"] if test else [f"data_batch_{k + 1}.bin" for k in range(parts)]
-    paths = _find("cifar10", folder / "cifar-10-batches-bin", files)
+    paths = _find("cifar10", folder / "cifar-10-batches-bin", files, partial)
     records = np.concatenate([np.frombuffer(_read(path), np.uint8) for path in paths])
     records = records.reshape(-1, 3073)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64)
@@ -135,19 +144,33 @@ def read_text(path: Path) -> np.ndarray:
     return np.fromfile(path, np.uint8)
 
 
-def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
+def read_lm1b(
+    folder: Path, test: bool, seq_len: int, tokenizer: Callable | None, partial: bool
+) -> tuple[np.ndarray, int]:
     """Sentences as rows of seq_len + 1 ids, cropped or padded with -1; and the vocabulary size.
 
-    They are tokenized by the one sentencepiece *.model in the folder at first use, into a file
-    that is memory-mapped.
+    Without a tokenizer the one sentencepiece *.model in the folder tokenizes them at first use,
+    into a file that is memory-mapped.
     """
     part, files = "training", [f"news.en-{k:05}-of-00100" for k in range(1, 100)]
     if test:
         part, files = "heldout", [f"news.en.heldout-{k:05}-of-00050" for k in range(50)]
-    paths = _find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files)
+    paths = _find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files, partial)
+
+    def rows(encode: Callable[[str], Iterable[int]]) -> Iterator[np.ndarray]:
+        for path in tqdm(paths, "tokenizing lm1b"):
+            for sentence in filter(str.strip, path.read_bytes().decode().split("\n")):
+                ids = list(encode(sentence))[: seq_len + 1]
+                yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
+
+    if tokenizer:
+        found = np.stack(list(rows(tokenizer)))
+        if not -1 <= found.min() <= found.max() < VOCABULARY:
+            raise ValueError(f"the tokenizer's ids must be between 0 and {VOCABULARY - 1:,}.")
+        return found, VOCABULARY
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:
-        fix = "put one sentencepiece model of 32,000 pieces there"
+        fix = "put one sentencepiece model of 32,000 pieces there, or pass tokenizer="
         raise FileNotFoundError(f"lm1b: {folder} has {len(models)} files *.model: {fix}.")
     try:
         import sentencepiece
@@ -155,30 +178,29 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
         raise ImportError(f"{models[0]} needs sentencepiece: pip install sentencepiece.") from None
     content = models[0].read_bytes()
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    cache = folder / f"{part}_{seq_len}_{hashlib.sha256(content).hexdigest()[:16]}.int32"
-
-    def rows() -> Iterator[np.ndarray]:
-        for path in tqdm(paths, "tokenizing lm1b"):
-            for sentence in filter(str.strip, path.read_bytes().decode().split("\n")):
-                ids = model.encode(sentence)[: seq_len + 1]
-                yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
-
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    cache = folder / f"{part}_{len(paths)}_{seq_len}_{digest}.int32"
     if not cache.is_file():
-        write_atomically(cache, lambda file: file.writelines(rows()))
+        write_atomically(cache, lambda file: file.writelines(rows(model.encode)))
     return np.memmap(cache, np.int32, "c").reshape(-1, seq_len + 1), model.vocab_size()
 
 
 def download(name: str, data_dir: str | os.PathLike | None = None) -> None:
     """Download a data set and unpack it. Its files are checked when they are read."""
-    if name != "cifar10":
-        how = HOW_TO_GET.get(name, "only cifar10 can")
+    if name not in DOWNLOADS:
+        how = HOW_TO_GET.get(name, f"there are {' and '.join(DOWNLOADS)}")
         raise ValueError(f"{name!r} cannot be downloaded from here: {how}.")
-    folder = data_dir_or_default(data_dir) / "cifar10"
+    folder = data_dir_or_default(data_dir) / DOWNLOADS[name][0]
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with urllib.request.urlopen(CIFAR10, timeout=60) as response:
-            bar = tqdm.wrapattr(response, "read", total=response.length, desc=name)
-            with bar as stream, tarfile.open(fileobj=stream, mode="r|gz") as tar:
-                tar.extractall(folder, filter="data")  # refuses what would land elsewhere
-    except Exception as error:  # a broken connection can raise anything while it is unpacked
-        raise OSError(f"{CIFAR10}: {error}: try again.") from error
+    for url in DOWNLOADS[name][1]:
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                bar = tqdm.wrapattr(response, "read", total=response.length, desc=Path(url).name)
+                with bar as stream:
+                    if url.endswith(".tar.gz"):
+                        with tarfile.open(fileobj=stream, mode="r|gz") as tar:
+                            tar.extractall(folder, filter="data")  # nothing lands elsewhere
+                    else:
+                        write_atomically(folder / Path(url).name, stream.read())
+        except Exception as error:  # a broken connection can raise anything
+            raise OSError(f"{url}: {error}: try again.") from error

@@ -49,6 +49,16 @@ def test_fashion_is_checked(tmp_path, monkeypatch):
             datasets.load("fashion10k")
 
 
+def test_fashion_as_published():
+    folder = published("fashion-mnist").parent
+    d, test = (datasets.load("fashion", folder, split=split) for split in ("train", "test"))
+    assert (len(d), len(test), d.shape) == (60_000, 10_000, (1, 28, 28))
+    assert torch.equal(test.x, datasets.load("fashion10k").x)
+    pixels = d.x.double()
+    assert abs(pixels.mean() - d.mean[0]) < 1e-3
+    assert abs(pixels.std() - d.std[0]) < 1e-3
+
+
 # CIFAR-10
 
 
@@ -59,6 +69,9 @@ def test_cifar_layout(tmp_path, monkeypatch):
         datasets.load("cifar10", tmp_path)
     for words in [*TRAINING[1:], str(folder), "python tasks.py download cifar10"]:
         assert words in str(error.value)
+    publish(folder / "data_batch_2.bin", records(2), monkeypatch)
+    (folder / "data_batch_1.bin").unlink()
+    assert len(datasets.load("cifar10", tmp_path, partial=True)) == 2
     for k, name in enumerate([*TRAINING, "test_batch.bin"]):
         publish(folder / name, records(k + 2), monkeypatch)
     d = datasets.load("cifar10", tmp_path)
@@ -221,6 +234,18 @@ def test_lm1b_without_its_parts(tmp_path, monkeypatch):
         datasets.load("lm1b", tmp_path)
 
 
+def test_lm1b_as_published(tmp_path):
+    """One held-out file of fifty, and a tokenizer in place of a model: a word's id is its size."""
+    (tmp_path / "lm1b").symlink_to(published("lm1b-heldout"))
+    how = {"split": "test", "partial": True}
+    d = datasets.load("lm1b", tmp_path, **how, tokenizer=lambda x: [len(w) for w in x.split()])
+    assert (len(d), d.classes) == (6075, 32_000)
+    text = next((tmp_path / "lm1b").glob("*/heldout-*/*")).read_text().split("\n")[0]
+    assert d.data[0, :9].tolist() == [len(w) for w in text.split()][:9]
+    with refused("the tokenizer's ids must be between 0 and 31,999"):
+        datasets.load("lm1b", tmp_path, **how, tokenizer=lambda x: [32_000])
+
+
 def test_lm1b_with_a_real_sentencepiece_model(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
     text = "\n".join(f"the {a} sees the {b} ." for a in ("cat", "dog") for b in ("bird", "tree"))
@@ -252,7 +277,10 @@ def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     s = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     s.files = {}
-    monkeypatch.setattr(files, "CIFAR10", f"http://127.0.0.1:{s.server_port}/{TAR}")
+    at = f"http://127.0.0.1:{s.server_port}"
+    for name, (folder, urls) in list(files.DOWNLOADS.items()):
+        here = [f"{at}/{url.rpartition('/')[2]}" for url in urls]
+        monkeypatch.setitem(files.DOWNLOADS, name, (folder, here))
     thread = threading.Thread(target=s.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield s
@@ -269,6 +297,14 @@ def test_download_and_load(server, tmp_path, monkeypatch):
     server.files[TAR] = tar({f"cifar-10-batches-bin/{k}": x for k, x in batches.items()})
     files.download("cifar10", tmp_path)
     assert len(datasets.load("cifar10", tmp_path)) == 10
+    for part, n in (("train", 3), ("t10k", 2)):
+        for what, content in (("images-idx3", bytes(16 + 784 * n)), ("labels-idx1", bytes(8 + n))):
+            name = f"{part}-{what}-ubyte"
+            monkeypatch.setitem(files.SHA256, name, hashlib.sha256(content).hexdigest())
+            server.files[f"{name}.gz"] = gzip.compress(content)
+    files.download("fashion", tmp_path)
+    sizes = [len(datasets.load("fashion", tmp_path, split=x)) for x in ("all", "train", "test")]
+    assert sizes == [3, 3, 2]
 
 
 def test_download_tells_what_is_wrong(server, tmp_path, complaint):
@@ -283,7 +319,7 @@ def test_download_tells_what_is_wrong(server, tmp_path, complaint):
     assert not list(tmp_path.rglob("outside"))
     with refused("'lm1b' cannot be downloaded from here: unpack", "www.statmt.org"):
         files.download("lm1b", tmp_path)
-    with refused("'cifar' cannot be downloaded from here: only cifar10 can"):
+    with refused("'cifar' cannot be downloaded from here: there are cifar10 and fashion"):
         files.download("cifar", tmp_path)
     said = complaint(tasks, "download", "imagenet32", "--data-dir", tmp_path)
     assert said.splitlines()[-1].endswith("https://image-net.org/download-images there.")
