@@ -225,7 +225,7 @@ LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math
 -ffp-contract=fast""".split()
-# Not -march=native: the cache may move to a lesser CPU
+# Not -march=native: a home folder, and the cache in it, may be shared by several machines.
 MARCH = {"AVX512": ["-march=skylake-avx512"], "AVX2": ["-march=haswell"]}
 
 
@@ -243,7 +243,9 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
     name = f"cpu-{hashlib.sha256(parts.encode()).hexdigest()[:24]}.so"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    cache = Path(cache if os.path.isabs(cache) else os.devnull) / "mulo"  # without a home: nowhere
+    if not os.path.isabs(cache):  # there is no home: `build` takes a temporary folder
+        cache = os.devnull
+    cache = Path(cache, "mulo")
     with contextlib.suppress(OSError):  # missing or damaged
         return ctypes.CDLL(str(cache / name))
     return build(cache / name, command)

@@ -501,7 +501,8 @@ def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
     (4, rows), on the device; returns how many entries of their gradients are not finite, as an
     int64 tensor on the device. Never waits for the device."""
     device, words = values.device, rows.view("i8").reshape(len(rows), 15)
-    plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)  # t is still 0 in it
+    # The plan depends on words 7 to 12, A to C and kind. t, the other half of kind's word, is 0.
+    plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)
     words = send(torch.from_numpy(words), device)
     words.view(torch.float32)[:, 25:29] = values.T  # VeLO's scale is only on the device
     work = torch.empty(size, device=device)

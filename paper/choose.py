@@ -45,11 +45,8 @@ def closing_report(run: metatrain.Run, device: str) -> str:
 
     Baselines for which no tuned values are known have their rates tuned now.
     """
-    r, results, widest = (
-        run.trainer.recipe,
-        Results(run.out, device),
-        max(run.trainer.recipe.widths),
-    )
+    r, results = run.trainer.recipe, Results(run.out, device)
+    widest = max(r.widths)
     rules, values = ALL if r.mup else (), {}
     for which in baselines.BASELINES:
         tuning = baselines.Tuning(which, f"{r.kind}_w{widest}_d{r.depth}", r.unroll)

@@ -161,10 +161,9 @@ that is worth is under Ablations); the others do not. Under a cosine from 1 to 0
 alike, for which AdamW and μAdam are tuned anew. Transformers only run at a constant rate."""),
     "transfer": ("Other data sets, input sizes and models", """
 Not in the paper. Learned optimizers untuned, at a constant rate and under a cosine from 2 to 0.2, a
-peak chosen by trial on validation tasks;
-AdamW at its default rate, with its rate tuned at each task's smallest width, and under a cosine
-with its rate tuned at every width. Tuning is over 5 to 9 rates, most by one seed, so less than the
-paper's. 5 seeds."""),
+peak chosen by trial on validation tasks; AdamW at its default rate, with its rate tuned at each
+task's smallest width, and under a cosine with its rate tuned at every width. Tuning is over 5 to 9
+rates, most by one seed, so less than the paper's. 5 seeds."""),
     "resnet": ("ResNets, train and test loss", """
 At every width from 128 to 2048 μLO_M ends below LO_M in train loss (4.56 to 3.56 against 5.20 to
 4.47) and in test loss, which is within 8% of the train loss; none diverges (appendix)."""),

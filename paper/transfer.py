@@ -3,10 +3,10 @@
     found = transfer(Suite(), Results(Path("results")))       # `python evaluate.py transfer`
 
 Beyond the paper. Learned optimizers run untuned, at a constant rate and under a cosine from 2 to
-0.2, a peak chosen by trial on validation tasks.
-AdamW and μAdam have their rate tuned at each task's smallest width; `adamw_oracle` under the cosine
-has it tuned at every width, and `adamw_default` is torch's AdamW as it comes. What is not yet tuned
-is tuned first, over `baselines.RATES`. CIFAR-10 and a text are read from $MULO_DATA.
+0.2, a peak chosen by trial on validation tasks. AdamW and μAdam have their rate tuned at each
+task's smallest width; `adamw_oracle` under the cosine has it tuned at every width, and
+`adamw_default` is torch's AdamW as it comes. What is not yet tuned is tuned first, over
+`baselines.RATES`. CIFAR-10 and a text are read from $MULO_DATA.
 """
 
 from __future__ import annotations

@@ -536,11 +536,7 @@ RANKS += [(3, 5, 2, 4, 2)]
 )
 def test_as_before(name, backend):
     """Shipped optimizers and other epsilons move parameters as they did, to rounding."""
-    changes = {
-        "relative": {"eps": "relative"},
-        "fan_in": {"eps": "fan_in"},
-        "rms0": {"eps_rms": 0.0},
-    }
+    changes = {k: {"eps": k} for k in ("relative", "fan_in")} | {"rms0": {"eps_rms": 0.0}}
     variant, rng = name in changes, np.random.default_rng(1)
     start = [rng.normal(size=s).astype(np.float32) for s in RANKS]
     params = [nn.Parameter(torch.tensor(x)) for x in start]
@@ -597,9 +593,7 @@ def test_a_step_is_short_to_follow(backend, most):
         net.weight.grad = torch.ones(8, 8)
         seen.clear()
         sys.setprofile(profile)
-        try:
-            opt.step()
-        finally:
-            sys.setprofile(None)
+        opt.step()
+        sys.setprofile(None)
     assert 15 < len(seen) <= 30
     assert len({file for file, _ in seen} - {__file__}) <= most

@@ -51,7 +51,9 @@ def test_inputs_are_checked(exported):
         session.run({k: v[:0] for k, v in good.items()})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests the error where there is no CUDA, and it is here"
+)
 def test_cuda_is_not_taken_for_granted(exported, capfd):
     """The error quotes what onnxruntime logs, or says what it is built for."""
     for make in (
