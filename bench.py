@@ -35,12 +35,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-import kernels
-import metatrain
 import mulo
-import pes
-import tasks
-from checkpoints import write_atomically
+from mulo import kernels, metatrain, pes, tasks
+from mulo.checkpoints import write_atomically
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler's messages
@@ -319,8 +316,10 @@ def bench_metatrain(repeats: int, device: str) -> list[Table]:
 
 
 def bench_export(repeats: int, device: str) -> list[Table]:
-    import export  # here, as onnxruntime takes seconds to import
-    import serving
+    from mulo import (
+        export,  # here, as onnxruntime takes seconds to import
+        serving,
+    )
 
     nets, tables = {"mulo_m": mulo.load("mulo_m")}, []
     nets["small_fc32"] = mulo.SmallFC(mulo.LOConfig(hidden_size=32))
@@ -344,7 +343,7 @@ def bench_export(repeats: int, device: str) -> list[Table]:
 
 def bench_gpu(repeats: int, device: str) -> list[Table]:
     """The Triton kernels, compiled ahead of time: nothing is run."""
-    from kernels import ahead  # here, as it imports triton
+    from mulo.kernels import ahead  # here, as it imports triton
 
     configs = {f"H={h}": mulo.LOConfig(hidden_size=h) for h in (4, 8, 32)}
     configs["VeLO, H=4"] = mulo.LOConfig(net="velo", hidden_size=4)
@@ -375,7 +374,7 @@ def main() -> None:
     if args.device != "cpu" and args.what not in ("step", "many"):
         parser.error(f"{args.what} is measured on the CPU only: use step or many, or leave it out.")
     try:
-        metatrain.check_device(args.device)
+        args.device, _ = kernels.pick_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     if args.repeats < 1:

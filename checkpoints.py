@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from features import LossBuffer, Phi
 from mulo import LO, NETS, LOConfig, MuLO, SmallFC
-from roles import name_of
+from mulo.features import LossBuffer, Phi
+from mulo.roles import name_of
 
 FORMAT, VERSION = "mulo", 1
 SHIPPED = Path(__file__).parent / "weights"
@@ -148,7 +148,9 @@ def build(config: LOConfig, weights: Phi) -> LO:
     except RuntimeError as error:
         wrong = " ".join(str(error).split())  # one line
         raise ValueError(f"the weights do not fit {config.net}: {wrong}") from None
-    lo = NETS[config.net](config).float()  # float32, whatever torch's default dtype is
+    lo = NETS[config.net](
+        config, torch.Generator()
+    ).float()  # float32, whatever torch's default dtype is
     lo.load_state_dict(weights)
     return lo
 
@@ -273,3 +275,9 @@ def check_optimizer_state(opt: MuLO, state_dict: dict) -> list[tuple[nn.Paramete
     ):
         raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
     return saved
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "checkpoints.py is a module, not a command: use `from mulo import checkpoints`."
+    )

@@ -24,10 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-import pes
-import tasks
-import training
-from mulo import NETS, LOConfig, stacked
+from mulo import NETS, LOConfig, pes, stacked, tasks, training
 
 CONTEXT = 0.6 * 2**30  # bytes of a CUDA context and of cuBLAS workspaces, about
 LAUNCH = 4e-6  # seconds between the starts of two small kernels from Python
@@ -230,3 +227,7 @@ def report(trainer: pes.Trainer, on: Card) -> str:
         f"Estimated on an {on.name}: {outer:.1f} s per outer step, {hours:.1f} h for {r.steps:,} "
         f"steps{paper}. {HOW}",
     ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit("estimate.py is a module, not a command: use `from mulo import estimate`.")

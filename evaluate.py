@@ -42,18 +42,12 @@ from torch import Tensor
 from torch.func import functional_call
 from tqdm import tqdm
 
-import checkpoints
-import estimate
-import kernels
-import metatrain
 import mulo
-import roles
-import tasks
-import training
-from checkpoints import write_atomically
-from optimizees import datasets
-from paper import baselines
-from paper.baselines import BASELINES, OTHERS, SCHEDULES, adam, schedule_of, tuned
+from mulo import checkpoints, estimate, kernels, metatrain, roles, tasks, training
+from mulo.checkpoints import write_atomically
+from mulo.optimizees import datasets
+from mulo.paper import baselines
+from mulo.paper.baselines import BASELINES, OTHERS, SCHEDULES, adam, schedule_of, tuned
 
 try:
     import fcntl
@@ -411,7 +405,7 @@ def _task(args: argparse.Namespace) -> None:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    from paper import choose
+    from mulo.paper import choose
 
     for file in args.files:
         lo, recipe = mulo.load(file), checkpoints.about(file).get("recipe")
@@ -420,14 +414,14 @@ def _validate(args: argparse.Namespace) -> None:
 
 
 def _choose(args: argparse.Namespace) -> None:
-    from paper import choose
+    from mulo.paper import choose
 
     print(f"chosen: {choose.choose(args.name, args.folders, args.device)}")
 
 
 def _claims(args: argparse.Namespace) -> None:
     """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from paper import claims, plan, report
+    from mulo.paper import claims, plan, report
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
@@ -452,7 +446,8 @@ def _complete(args: argparse.Namespace) -> None:
     if any(n is not None and n < 1 for n in counts):
         raise ValueError("--seeds, --steps, --width, --processes, --at-once must be 1 or more.")
     if not getattr(args, "dry_run", False):
-        metatrain.check_device(args.device)
+        args.device, sentence = kernels.pick_device(args.device)
+        print(sentence)
     if "processes" in args:
         args.processes = args.processes or (os.cpu_count() if args.device == "cpu" else 1)
         scale = getattr(args, "scale", "desk")
@@ -462,32 +457,48 @@ def _complete(args: argparse.Namespace) -> None:
 ARGUMENTS = {
     "kind": dict(help="of task, such as fashion8_mlp, or a file that registers one"),
     "files": dict(type=Path, nargs="+", help="lo.pt of runs"),
-    "name": dict(choices=metatrain.RECIPES),
+    "name": dict(choices=metatrain.RECIPES, help="of the recipe"),
     "folders": dict(type=Path, nargs="+", help="of runs"),
     "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3 or my_task.py_w256_d3"),
-    "--scale": dict(choices=metatrain.SCALES, default="desk", help="default: desk, for a laptop"),
-    "--width": dict(type=int, help="default: the widest of meta-training"),
-    "--depth": dict(type=int, default=3, help="default: 3"),
-    "--steps": dict(type=int, help="default: 500; to tune, the meta-trained horizon"),
-    "--seeds": dict(type=int, help="nets of each (default: %(default)s)"),
-    "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
-    "--test": dict(action="store_true", help="train without the test data; also the test loss"),
-    "--rates-only": dict(action="store_true", help="only the rates; the rest as tuned before"),
-    "--every-width": dict(action="store_true", help="for adamw_oracle: keep for this width alone"),
-    "--who": dict(nargs="+", help="adamw, muadam, adamw_default, shipped names, files, ..."),
-    "--out": dict(type=Path, help="results' folder (default: results or results_paper)"),
-    "--fresh": dict(action="store_true", help="train nets anew that the folder has"),
-    "--processes": dict(type=int, help="at a time (default: all cores, 1 on a GPU)"),
-    "--at-once": dict(type=int, help="nets of a job side by side, to save memory (default: all)"),
-    "--dry-run": dict(action="store_true", help="only list jobs; memory and time on a GPU"),
+    "--scale": dict(
+        choices=metatrain.SCALES,
+        default="desk",
+        help="tasks and lengths for a laptop (desk, the default) or the paper's",
+    ),
+    "--width": dict(type=int, help="at which to tune (default: the widest of meta-training)"),
+    "--depth": dict(type=int, default=3, help="layers of the nets (default: 3)"),
+    "--steps": dict(type=int, help="of training (default: 500; for tune, the meta-trained length)"),
+    "--seeds": dict(type=int, help="nets to train with each optimizer (default: %(default)s)"),
+    "--schedule": dict(
+        choices=SCHEDULES, default="constant", help="of the learning rate (default: constant)"
+    ),
+    "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
+    "--rates-only": dict(
+        action="store_true", help="tune learning rates, keep the other tuned values"
+    ),
+    "--every-width": dict(
+        action="store_true", help="keep the values for this width alone (adamw_oracle)"
+    ),
+    "--who": dict(nargs="+", help="optimizers: adamw, muadam, adamw_default, shipped names, files"),
+    "--out": dict(type=Path, help="folder of the results (default: results, or results_paper)"),
+    "--fresh": dict(action="store_true", help="train again what the folder already has"),
+    "--processes": dict(type=int, help="worker processes (default: one per core, 1 on a GPU)"),
+    "--at-once": dict(
+        type=int, help="nets trained side by side; fewer take less memory (default: all)"
+    ),
+    "--dry-run": dict(
+        action="store_true", help="list the jobs and estimate memory and time on a GPU"
+    ),
     "--card": dict(default="a6000", help="for --dry-run: a6000, a100, or GB/s,TFLOP/s"),
-    "--device": dict(default="cpu", help="cpu or cuda"),
-    "--backend": dict(default="auto", choices=kernels.BACKENDS, help="of the optimizer's step"),
+    "--device": dict(default="auto", help=kernels.DEVICE_HELP),
+    "--backend": dict(
+        default="auto", choices=kernels.BACKENDS, help="that runs the step of a learned optimizer"
+    ),
 }
 
 
 def _parser() -> argparse.ArgumentParser:
-    from paper import ablations, claims, resnet, transfer  # noqa: F401 (add experiments)
+    from mulo.paper import ablations, claims, resnet, transfer  # noqa: F401 (add experiments)
 
     parser = argparse.ArgumentParser(
         description="Test learned optimizers against tuned baselines.",
@@ -532,6 +543,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import evaluate  # the module that `paper` imports, so that its classes exist once
+    from mulo import evaluate  # the module that `paper` imports, so that its classes exist once
 
     evaluate.main()

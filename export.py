@@ -38,13 +38,10 @@ from onnx import GraphProto, TensorProto, helper
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import checkpoints
-import features
 import mulo
-import roles
-from features import Accumulators, LossBuffer
-from kernels import folded, onnxgraphs
-from mulo import LO, LOConfig
+from mulo import LO, LOConfig, checkpoints, features, kernels, roles
+from mulo.features import Accumulators, LossBuffer
+from mulo.kernels import folded, onnxgraphs
 
 FORMAT, VERSION = "mulo-export", 2
 TOLERANCE = 3e-6  # of the largest update, or entry of the state
@@ -329,12 +326,46 @@ def checked(folder: Path, name: str, config: dict) -> Path:
     return path
 
 
-def open_graphs(path: str | Path) -> dict[str, Callable]:
-    """The graphs in a file of any format, by name."""
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def why_no_cuda() -> str:
+    """onnxruntime's own words, which it only logs; it raises them if told to load its library."""
+    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
+        try:
+            onnxruntime.register_execution_provider_library("CUDA", str(file))
+        except Exception as error:  # onnxruntime raises many types, none of them public
+            return str(error)
+    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
+
+
+def open_onnx(
+    path: str | Path, options: onnxruntime.SessionOptions, provider: str, settings: dict[str, str]
+) -> onnxruntime.InferenceSession:
+    """Open a graph with this provider, or quote why onnxruntime cannot."""
+    try:
+        given = path, options, [(provider, settings)]
+        session = onnxruntime.InferenceSession(*given, enable_fallback=False)
+        if session.get_providers()[0] == provider:
+            return session
+        reason = why_no_cuda()
+    except RuntimeError as error:  # CUDA has no driver or no GPU
+        reason = str(error)
+    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
+    fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
+    raise RuntimeError(f"{cannot}: {fix}.")
+
+
+def open_graphs(path: str | Path, device: str = "cpu") -> dict[str, Callable]:
+    """The graphs in a file of any format, by name; `device` is where ONNX graphs run."""
     path, extra = Path(path), {"mulo.json": ""}
     with warnings.catch_warnings(action="ignore"):
         if path.suffix == ".onnx":
-            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            kind, settings = device.partition(":")[0], {}
+            if kind == "cuda":
+                settings = {"use_tf32": "0", "device_id": device.partition(":")[2] or "0"}
+            options = onnxruntime.SessionOptions()
+            session = open_onnx(path, options, PROVIDERS[kind], settings)
             extra["mulo.json"] = session.get_modelmeta().custom_metadata_map.get("mulo", "")
             run = partial(run_onnx, session)
         elif path.suffix == ".pt2":
@@ -399,7 +430,7 @@ def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[flo
 
 
 @torch.no_grad()
-def verify(path: Path, config: dict) -> None:
+def verify(path: Path, config: dict, device: str = "cpu") -> None:
     """Compare every file that a .json lists with its graph in float64; raise if one is off."""
     name, ignored = config["name"], {"torch": "", "contract": [], "sha256": {}}
     lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
@@ -407,7 +438,7 @@ def verify(path: Path, config: dict) -> None:
         raise ValueError(f"{path} does not describe {name}.pt: export it anew.")
     runs = {kind: {} for kind in kinds(lo.config)}
     for file in list(config["sha256"])[1:]:  # the first is the .pt
-        for kind, run in open_graphs(checked(path.parent, file, config)).items():
+        for kind, run in open_graphs(checked(path.parent, file, config), device).items():
             runs[kind][file] = run
     print(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
     for kind, files in runs.items():
@@ -427,17 +458,21 @@ def main() -> None:
     parser.add_argument("lo", nargs="?", help="a shipped name, such as mulo_m, or a file's path")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     parser.add_argument("--verify", metavar="DIR", help="only check what is in this folder")
+    where = f"where ONNX files are checked: {kernels.DEVICE_HELP}"
+    parser.add_argument("--device", default="auto", help=where)
     args = parser.parse_args()
     if bool(args.lo) == bool(args.verify):
         parser.error("give a learned optimizer to export, or --verify DIR")
     try:
+        device, sentence = kernels.pick_device(args.device)
+        print(sentence)
         if args.lo:
             source = checkpoints.find(args.lo)  # a run's is called lo.pt: name it by its folder
             name = source.parent.resolve().name if source.stem == "lo" else source.stem
             lo, about = checkpoints.load(source), checkpoints.about(source)
         written = sidecars(args.verify or write(lo, args.out, name, about=about))
         for file, config in written:
-            verify(file, config)
+            verify(file, config, device)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"export.py: {error}")
     print(f"{written[-1][0]}: every file agrees with the float64 step within {TOLERANCE:g}.")

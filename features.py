@@ -408,3 +408,7 @@ def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None)
     one_hot = (torch.arange(5, device=p.device) == rank).to(inv_rms.dtype)  # all 0 above rank 4
     mean_rms, var_mom = squash(mean_V * inv_rms), squash(var_M * inv_rms.square())
     return torch.cat([mean_rms, one_hot.expand(p.shape[0], 5), var_mom, squash(var_rms)], -1)
+
+
+if __name__ == "__main__":
+    raise SystemExit("features.py is a module, not a command: use `from mulo import features`.")

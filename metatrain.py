@@ -31,19 +31,18 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import checkpoints
-import estimate
-import kernels
 import mulo
-import pes
-import roles
-import tasks
-import training
-from pes import Trainer, pes_gradient
+from mulo import checkpoints, estimate, kernels, pes, roles, tasks, training
+from mulo.pes import Trainer, pes_gradient
 
 __all__ = ["RECIPES", "Recipe", "Run", "Trainer", "pes_gradient", "recipe"]
 
 SCALES = ("desk", "paper")
+
+
+def number(default: float, meaning: str):
+    """A field of Recipe that is a flag too; --help prints its meaning."""
+    return dataclasses.field(default=default, metadata={"help": meaning})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,44 +51,45 @@ class Recipe:
 
     name: str = "mulo_m"
     scale: str = "paper"
-    seed: int = 0
+    seed: int = number(0, "of all random numbers of the run")
     net: str = "small_fc"  # or "velo"
     mup: bool = True
     start: str = ""  # a learned optimizer to start from, in place of random weights
     only: tuple[str, ...] = ()  # names of the weights that are meta-trained; (): all
     kind: str = "in32_mlp"  # of task, or the path of a file; widths and depth complete its name
     widths: tuple[int, ...] = (128, 512, 1024)
-    depth: int = 3
-    batch_size: int = 4096
+    depth: int = number(3, "layers of the nets in training")
+    batch_size: int = number(4096, "examples per inner step")
     mixture: tuple[str, ...] = ()  # names of tasks, in place of the four above
-    per_step: int = 0  # how many of the tasks an outer step unrolls, in turn; 0: all
-    hidden_size: int = 32  # of the learned optimizer: the authors' configuration, 4 for VeLO
-    lstm_hidden: int = 128  # VeLO's
-    param_inits: int = 64  # VeLO's
+    per_step: int = number(0, "tasks that an outer step unrolls, in turn, 0 for all")
+    hidden_size: int = number(32, "of the learned optimizer's MLP; the authors' is 32, VeLO's 4")
+    lstm_hidden: int = number(128, "VeLO: size of the LSTM")
+    param_inits: int = number(64, "VeLO: size of the bank of MLPs")
     # VeLO's factor RMS(W) on the update. DIVERGES: off in SP too, or output layers, which are 0 at
     # first, never move; μP rules it out.
     param_scale_mult: bool = False
     eps: str = "reference"  # or "relative", "fan_in": see features.Eps
-    eps_rms: float = 1e-5  # in the normaliser of the features
-    anneal: float = 0.0  # beyond the unroll updates shrink as (unroll / t)^anneal
-    input_base: float = 0.0  # of the input rule; 0: off
+    eps_rms: float = number(1e-5, "epsilon in the normaliser of the features")
+    anneal: float = number(0.0, "beyond the unroll, updates shrink as (unroll / t)^N")
+    input_base: float = number(0.0, "input size of the input rule (see README), 0 for off")
     by_channels: bool = False  # the channel rule
     multipliers: bool = False  # learned factors by kind of tensor: see mulo.LOConfig
-    lam1: float = 0.01  # 0.001 in SP and for VeLO
-    pairs: int = 8  # perturbations per task
-    micro_batch: int = 4  # of these, how many advance at a time: less memory, same result
-    sigma: float = 0.01  # their standard deviation
-    unroll: int = 1000  # inner steps at most
-    shortest: int = 100  # unrolls are log-uniform in [shortest, unroll]
-    truncation: int = 50
-    late: float = 0.0  # meta-loss weighted by 1 - late + late * 2t/T: 1 favours final losses
-    cosine: float = 0.0  # share of the pairs whose nets train under the cosine schedule
-    steps: int = 5000
-    warmup: int = 100
-    lr: float = 3e-3
-    lr_end: float = 1e-3
-    weight_decay: float = 1e-4
-    clip: float = 1.0  # of the meta-gradient's norm. DIVERGES: the reference clips the update
+    lam1: float = number(0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO")
+    pairs: int = number(8, "antithetic pairs of perturbations per task")
+    micro_batch: int = number(4, "pairs that advance at a time: less memory, the same result")
+    sigma: float = number(0.01, "standard deviation of the perturbations")
+    unroll: int = number(1000, "inner steps of the longest unroll")
+    shortest: int = number(100, "inner steps of the shortest unroll; lengths are log-uniform")
+    truncation: int = number(50, "inner steps per outer step")
+    late: float = number(0.0, "weight of late losses: 0 is the mean, 1 favours the last")
+    cosine: float = number(0.0, "share of the pairs whose nets train under the cosine schedule")
+    steps: int = number(5000, "outer steps")
+    warmup: int = number(100, "outer steps over which the outer learning rate rises")
+    lr: float = number(3e-3, "outer learning rate after the warm-up")
+    lr_end: float = number(1e-3, "outer learning rate at the end")
+    weight_decay: float = number(1e-4, "of the outer AdamW")
+    # DIVERGES: the reference clips the update.
+    clip: float = number(1.0, "largest norm of the meta-gradient")
     backend: str = "auto"  # of the learned optimizer's step: see mulo.MuLO
     tf32: bool = False  # matrix products of the nets in TF32, never the optimizer's
 
@@ -359,18 +359,12 @@ def commit() -> str:
         return "unknown"
 
 
-def check_device(device: str) -> None:
-    try:
-        if not device.startswith(("cpu", "cuda")):
-            raise RuntimeError
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise ValueError(f"device {device!r} is not there: use cpu, or cuda on a GPU.") from None
-
-
 def start_processes(device: str) -> str:
-    """Under torchrun: join the others, and take the GPU of this process."""
-    check_device(device)
+    """The device that --device stands for, said by the first process. Under torchrun: join the
+    others, and take the GPU of this process."""
+    device, sentence = kernels.pick_device(device)
+    if os.environ.get("RANK", "0") == "0":
+        print(sentence)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -385,25 +379,40 @@ def _parser() -> argparse.ArgumentParser:
         description="Meta-train a learned optimizer by PES.",
         epilog="example: python metatrain.py lo_m --steps 200 --out runs/try",
     )
-    parser.add_argument("recipe", nargs="?", default="mulo_m", help=", ".join(RECIPES))
+    parser.add_argument(
+        "recipe", nargs="?", default="mulo_m", help=f"{', '.join(RECIPES)} (default: mulo_m)"
+    )
     parser.add_argument("--scale", choices=SCALES, default="desk", help="a laptop's or the paper's")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<name>)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument(
-        "--checkpoint-every", type=float, default=10, metavar="MINUTES", help="(default: 10)"
+        "--checkpoint-every",
+        type=float,
+        default=10,
+        metavar="MINUTES",
+        help="time between checkpoints (default: 10; 0: after every step)",
     )
     parser.add_argument("--dry-run", action="store_true", help="estimate memory and time on a GPU")
     parser.add_argument("--card", default="a6000", help="that GPU: a6000, a100, or GB/s,TFLOP/s")
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     numbers = parser.add_argument_group("numbers of the recipe, to override (here: mulo_m's)")
     for field in dataclasses.fields(Recipe):
-        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+        if "help" in field.metadata:
             flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
-            values = (f"{getattr(recipe('mulo_m', k), field.name):g} ({k})" for k in SCALES)
-            numbers.add_argument(flag, type=kind, metavar="N", help=", ".join(values))
-    numbers.add_argument("--widths", type=int, nargs="+", metavar="N", help="of the nets")
-    numbers.add_argument("--mixture", nargs="+", metavar="TASK", help="in place of kind and widths")
+            values = (f"{k} {getattr(recipe('mulo_m', k), field.name):g}" for k in SCALES)
+            meaning = f"{field.metadata['help']} ({', '.join(values)})"
+            numbers.add_argument(flag, type=kind, metavar="N", help=meaning)
+    numbers.add_argument(
+        "--widths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="of the nets in training: one task for each",
+    )
+    numbers.add_argument(
+        "--mixture", nargs="+", metavar="TASK", help="tasks by name, in place of kind and widths"
+    )
     numbers.add_argument("--start", metavar="LO", help="a learned optimizer to start from")
     numbers.add_argument("--kind", help="of task, see `python tasks.py`; a .py file: one's own")
     numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
@@ -449,16 +458,17 @@ def main() -> None:
             r = recipe(args.recipe, args.scale, **_changes(args))
             trainer = Trainer(r, new_lo(r, "meta"), data=False)
             return print(estimate.report(trainer, estimate.card(args.card)))
-        run = _start(args, start_processes(args.device))
-        if args.device == "cpu" and run.trainer.recipe.scale == "desk":
+        device = start_processes(args.device)
+        run = _start(args, device)
+        if device == "cpu" and run.trainer.recipe.scale == "desk":
             torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
         run.train(args.checkpoint_every)
         if run.trainer.rank == 0 and args.no_picture:
             print(f"The optimizer is {run.out / 'lo.pt'}.")
         elif run.trainer.rank == 0:
-            from paper import choose  # which imports this file
+            from mulo.paper import choose  # which imports this file
 
-            print(choose.closing_report(run, args.device))
+            print(choose.closing_report(run, device))
     except KeyboardInterrupt:
         if run is None or not run.rows:
             again = "resume" if args.resume else "start"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -28,12 +29,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import features
-import kernels
-import roles
-from features import Accumulators, Dims, Eps, LossBuffer, Phi, trailing
-from kernels import folded
-from roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
+__version__ = "0.2.0"
+__path__ = [os.path.dirname(os.path.abspath(__file__))]  # files beside this one are submodules
+
+from mulo import features, kernels, roles
+from mulo.features import Accumulators, Dims, Eps, LossBuffer, Phi, trailing
+from mulo.kernels import folded
+from mulo.roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
 
 CHECKPOINT_NAMES = ("from_pylo", "from_reference", "load", "save")  # of checkpoints.py
 __all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "infer_roles", "init_"]
@@ -43,7 +45,7 @@ __all__ += ["multiply_outputs_", "param_groups", *CHECKPOINT_NAMES]
 def __getattr__(name: str):
     """Import `CHECKPOINT_NAMES` on first use, as checkpoints.py imports this module."""
     if name in CHECKPOINT_NAMES:
-        import checkpoints
+        from mulo import checkpoints
 
         return getattr(checkpoints, name)
     raise AttributeError(f"module 'mulo' has no attribute {name!r}")
@@ -560,7 +562,7 @@ class MuLO(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Continue bit for bit. The dict is copied; state stays float32 for bf16 parameters too."""
-        import checkpoints  # here, as it imports this module
+        from mulo import checkpoints  # here, as it imports this module
 
         saved = checkpoints.check_optimizer_state(self, state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
@@ -581,3 +583,7 @@ class MuLO(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._forget()
+
+
+if __name__ == "__main__":
+    raise SystemExit("mulo.py is a module, not a command: use `import mulo`.")

@@ -22,13 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-import features
 import mulo
-import roles
-import tasks
-import training
-from features import Phi
-from mulo import LO
+from mulo import LO, features, roles, tasks, training
+from mulo.features import Phi
 
 
 def pes_gradient(
@@ -298,3 +294,7 @@ class Trainer:
         for groups, saved in zip(self.particles, state["particles"], strict=True):
             for p, s in zip(groups, saved, strict=True):
                 p.load_state_dict(s)
+
+
+if __name__ == "__main__":
+    raise SystemExit("pes.py is a module, not a command: use `from mulo import pes`.")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from features import send
+from mulo.features import send
 
 
 class Rule(NamedTuple):
@@ -440,3 +440,7 @@ def _layer_outputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
         for buffer, before in buffers:
             buffer.copy_(before)
     return outputs
+
+
+if __name__ == "__main__":
+    raise SystemExit("roles.py is a module, not a command: use `from mulo import roles`.")

@@ -26,40 +26,10 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-import checkpoints
-import export
-from features import Accumulators, Dims
-from mulo import MuLO, Stack, Weights
+from mulo import MuLO, Stack, Weights, checkpoints, export
+from mulo.features import Accumulators, Dims
 
 TOGETHER = 2**18  # entries that tensors of one call have together; larger tensors go alone
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-
-
-def why_no_cuda() -> str:
-    """onnxruntime's own words, which it only logs; it raises them if told to load its library."""
-    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
-        try:
-            onnxruntime.register_execution_provider_library("CUDA", str(file))
-        except Exception as error:  # onnxruntime raises many types, none of them public
-            return str(error)
-    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
-
-
-def open_graph(
-    path: str | Path, options: onnxruntime.SessionOptions, provider: str, settings: dict[str, str]
-) -> onnxruntime.InferenceSession:
-    """Open a graph with this provider, or quote why onnxruntime cannot."""
-    try:
-        given = path, options, [(provider, settings)]
-        session = onnxruntime.InferenceSession(*given, enable_fallback=False)
-        if session.get_providers()[0] == provider:
-            return session
-        reason = why_no_cuda()
-    except RuntimeError as error:  # CUDA has no driver or no GPU
-        reason = str(error)
-    cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
-    fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
-    raise RuntimeError(f"{cannot}: {fix}.")
 
 
 def copies(graph: onnx.GraphProto) -> list[str]:
@@ -86,7 +56,7 @@ class Session:
         block: int | None = None,  # entries that the network works on at a time; all on CUDA
     ):
         self.device, self.stream = torch.device(device), None
-        provider, settings = PROVIDERS.get(self.device.type), {}
+        provider, settings = export.PROVIDERS.get(self.device.type), {}
         cuda = self.device.type == "cuda"
         if provider is None:
             raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
@@ -108,7 +78,7 @@ class Session:
         with tempfile.TemporaryDirectory() as folder:
             if cuda:
                 options.optimized_model_filepath = str(Path(folder, "placed.onnx"))
-            self.session = open_graph(path, options, provider, settings)
+            self.session = export.open_onnx(path, options, provider, settings)
             if found := cuda and copies(onnx.load(options.optimized_model_filepath).graph):
                 what = f"copies {len(found)} values per call between CPU and GPU"
                 near = ", ".join(sorted(set(found)))
@@ -290,3 +260,9 @@ class OrtMuLO(MuLO):
 
     def _param_scale(self, x: Stack) -> Tensor:
         return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "serving.py is a module, not a command: use `from mulo.serving import OrtMuLO`."
+    )

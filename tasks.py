@@ -66,9 +66,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from optimizees import datasets, files
-from optimizees.models import LM, MLP, ConvNet, ResNet, ViT
-from roles import ALL, infer_roles, initial_std, multiply_outputs_, weights_of
+from mulo.optimizees import datasets, files
+from mulo.optimizees.models import LM, MLP, ConvNet, ResNet, ViT
+from mulo.roles import ALL, infer_roles, initial_std, multiply_outputs_, weights_of
 
 Params = dict[str, Tensor]
 
@@ -433,6 +433,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import tasks  # the module that files of registered kinds import
+    from mulo import tasks  # the module that files of registered kinds import
 
     tasks.main()

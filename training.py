@@ -21,13 +21,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import features
-import kernels
 import mulo
-import tasks
-from features import Accumulators, LossBuffer, Phi, trailing
-from mulo import LO, LOConfig, Stack, Weights
-from roles import (
+from mulo import LO, LOConfig, Stack, Weights, features, kernels, tasks
+from mulo.features import Accumulators, LossBuffer, Phi, trailing
+from mulo.roles import (
     ALL,
     area_of,
     fan_in_of,
@@ -326,3 +323,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     except (OSError, AttributeError):
         pass  # not glibc: only slower
+
+
+if __name__ == "__main__":
+    raise SystemExit("training.py is a module, not a command: use `from mulo import training`.")

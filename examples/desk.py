@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import checkpoints
 import mulo
-import tasks
+from mulo import checkpoints, tasks
 
 TASK, STEPS = "fashion8_mlp_w64_d3", 200
 

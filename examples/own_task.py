@@ -8,7 +8,7 @@ python evaluate.py task examples/own_task.py_w256_d3 --who runs/mulo_m_desk_seed
 import torch
 from torch import nn
 
-import tasks
+from mulo import tasks
 
 
 class Sines:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimizees import datasets
+from mulo.optimizees import datasets
 
 
 class Block(nn.Module):

@@ -18,13 +18,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import features
-import metatrain
 import mulo
-import roles
-import tasks
-import training
-from pes import pes_gradient, unflatten
+from mulo import features, metatrain, roles, tasks, training
+from mulo.pes import pes_gradient, unflatten
 
 torch.set_num_threads(1)  # these nets are so small that threads would only wait for each other
 torch.manual_seed(0)

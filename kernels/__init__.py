@@ -9,7 +9,7 @@ all particles in meta-training. At first use a kernel is compared with `folded` 
 it cannot be built, or differs (a feature was changed, say), `folded` runs.
 
 The C++ is compiled once per shape of the network, in seconds, and cached in the user's cache folder
-under a hash of its source, compiler and flags.
+under a hash of its source, compiler and flags, and one of its content: a damaged file is rebuilt.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import features
-from features import Accumulators, Dims, Phi
-from kernels import folded
+from mulo import features
+from mulo.features import Accumulators, Dims, Phi
+from mulo.kernels import folded
 
 BACKENDS = ("auto", "kernel", "folded", "literal")
 TOLERANCE = 1e-5  # of the largest update, in the check at first use
@@ -47,7 +47,26 @@ ROW = np.dtype(  # `struct Row` of cpu.cpp
 )
 
 
-# ---------------------------------------------------------------- which backend
+# ---------------------------------------------------------------- which device and backend
+
+DEVICE_HELP = "cpu, cuda, cuda:1, ...; auto (the default) is cuda if there is a GPU, else cpu"
+
+
+def pick_device(name: str = "auto") -> tuple[str, str]:
+    """The device of a command's --device, and a sentence that says which and why."""
+    if not name.startswith(("auto", "cpu", "cuda")):
+        raise ValueError(f"unknown device {name!r}: use auto, cpu or cuda.")
+    if name.startswith("cpu"):
+        return name, f"Device: {name}, as asked."
+    wanted = "cuda" if name == "auto" else name
+    try:
+        torch.zeros(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:  # torch's own reason: no driver, a CPU build
+        why = str(error).strip().splitlines()[0].rstrip(".")
+        if name == "auto":
+            return "cpu", f"Device: cpu, as CUDA cannot be used ({why})."
+        raise ValueError(f"device {name!r} cannot be used ({why}): use --device cpu.") from None
+    return wanted, f"Device: {wanted}, {torch.cuda.get_device_name(wanted)}."
 
 
 @functools.cache
@@ -211,7 +230,7 @@ def launch_cpu(config, rows: np.ndarray, values: Tensor) -> int:
 
 
 def launch_gpu(config, rows: np.ndarray, values: Tensor) -> Tensor:
-    from kernels import gpu  # here, as it imports triton
+    from mulo.kernels import gpu  # here, as it imports triton
 
     return gpu.step_(config, rows, values)
 
@@ -241,25 +260,31 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     command = [*compiler, *FLAGS, *march, *shape]
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
     parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
-    name = f"cpu-{hashlib.sha256(parts.encode()).hexdigest()[:24]}.so"
+    name = f"cpu-{_sha256(parts.encode())}"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(cache):  # there is no home: `build` takes a temporary folder
         cache = os.devnull
     cache = Path(cache, "mulo")
-    with contextlib.suppress(OSError):  # missing or damaged
-        return ctypes.CDLL(str(cache / name))
-    return build(cache / name, command)
+    for path in cache.glob(f"{name}-*.so"):
+        with contextlib.suppress(OSError):
+            if path.stem == f"{name}-{_sha256(path.read_bytes())}":  # loading half a file can crash
+                return ctypes.CDLL(str(path))
+    return build(cache, name, command)
 
 
-def build(path: Path, command: list[str]) -> ctypes.CDLL:
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def build(cache: Path, name: str, command: list[str]) -> ctypes.CDLL:
     """Compile in another folder and load, then rename: two processes may build at once."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(dir=path.parent)
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=cache)
     except OSError:  # the cache cannot be written: this process alone has the library
         folder = tempfile.TemporaryDirectory(prefix="mulo-")
     with folder:
-        part = Path(folder.name, path.name)
+        part = Path(folder.name, f"{name}.so")
         result = subprocess.run([*command, SOURCE, "-o", part], capture_output=True, text=True)
         if result.returncode:
             lines = result.stderr.strip().splitlines() or ["no message"]
@@ -267,5 +292,5 @@ def build(path: Path, command: list[str]) -> ctypes.CDLL:
             raise RuntimeError(f"{command[0]} cannot compile {SOURCE.name} ({error})")
         loaded = ctypes.CDLL(str(part))
         with contextlib.suppress(OSError):
-            part.replace(path)
+            part.replace(cache / f"{name}-{_sha256(part.read_bytes())}.so")
     return loaded

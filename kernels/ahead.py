@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import gpu
+from mulo.kernels import gpu
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_90")
 COLUMNS = ["registers", "spills", "shared bytes", "instructions/entry"]  # spills: stores and loads

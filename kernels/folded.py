@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import features
-from features import Accumulators, Dims, Eps, Phi, trailing
+from mulo import features
+from mulo.features import Accumulators, Dims, Eps, Phi, trailing
 
 
 def step(

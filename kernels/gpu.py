@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from features import send
+from mulo.features import send
 
 N = tl.constexpr(128)  # entries of a block of a side
 MEANS_R, MEANS_W = tl.constexpr(32), tl.constexpr(64)  # rows and columns of a tile in `means`

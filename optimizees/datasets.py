@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from features import send
-from optimizees import files
+from mulo.features import send
+from mulo.optimizees import files
 
 EMBEDDED = Path(__file__).parents[1] / "data" / "fashion10k"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from checkpoints import write_atomically
+from mulo.checkpoints import write_atomically
 
 SHA256 = {  # of the published files; for .gz files, of their uncompressed content
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",

@@ -16,14 +16,12 @@ from pathlib import Path
 
 import torch
 
-import checkpoints
-import metatrain
 import mulo
-import roles
-from evaluate import Contender, Job, Results
-from paper.claims import EXPERIMENTS, Suite, cells, guess, lines
-from paper.report import Finding, draw_final
-from training import final_loss
+from mulo import checkpoints, metatrain, roles
+from mulo.evaluate import Contender, Job, Results
+from mulo.paper.claims import EXPERIMENTS, Suite, cells, guess, lines
+from mulo.paper.report import Finding, draw_final
+from mulo.training import final_loss
 
 BASE = "mulo_s"
 ABLATED = {  # the recipe of the variants: an earlier one, with larger batches and fewer steps

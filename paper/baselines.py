@@ -23,13 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-import metatrain
-import tasks
-import training
-from checkpoints import write_atomically
+from mulo import metatrain, tasks, training
+from mulo.checkpoints import write_atomically
 
 if TYPE_CHECKING:
-    import evaluate
+    from mulo import evaluate
 
 TUNED = Path(__file__).parents[1] / "results" / "tuned"
 SCHEDULES = {"constant": None, "cosine": 1.0, "cosine2": 2.0}  # by the peak of the cosine

@@ -16,15 +16,13 @@ from statistics import geometric_mean
 
 import torch
 
-import checkpoints
-import metatrain
 import mulo
-import tasks
-from checkpoints import write_atomically
-from evaluate import Contender, Job, Results, contender
-from paper import baselines, report
-from roles import ALL
-from training import final_loss, train, with_rules
+from mulo import checkpoints, metatrain, tasks
+from mulo.checkpoints import write_atomically
+from mulo.evaluate import Contender, Job, Results, contender
+from mulo.paper import baselines, report
+from mulo.roles import ALL
+from mulo.training import final_loss, train, with_rules
 
 # Only for choosing among recipes and meta-training seeds: no evaluation uses these.
 VALIDATION = (  # task, steps, schedule

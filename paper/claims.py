@@ -17,13 +17,12 @@ from itertools import chain, pairwise, product
 import torch
 from torch import Tensor
 
-import roles
-import tasks
-from evaluate import Contender, Job, Results, contender, mean_stderr
-from paper import baselines
-from paper.baselines import Tuning
-from paper.report import Finding, colour, draw_curves, draw_final, label, width_axis
-from training import final_loss
+from mulo import roles, tasks
+from mulo.evaluate import Contender, Job, Results, contender, mean_stderr
+from mulo.paper import baselines
+from mulo.paper.baselines import Tuning
+from mulo.paper.report import Finding, colour, draw_curves, draw_final, label, width_axis
+from mulo.training import final_loss
 
 Jobs = dict[tuple[str, str, int], Job]  # by kind, name and size
 SIZES = ("Large", "XL", "XXL")  # of the paper's table of ranks

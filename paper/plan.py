@@ -16,15 +16,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import estimate
-import metatrain
 import mulo
-import tasks
-import training
-from evaluate import Job, Results
-from paper.ablations import MetaTraining
-from paper.baselines import FIELDS, FINALISTS, Tuning
-from paper.claims import EXPERIMENTS, Suite
+from mulo import estimate, metatrain, tasks, training
+from mulo.evaluate import Job, Results
+from mulo.paper.ablations import MetaTraining
+from mulo.paper.baselines import FIELDS, FINALISTS, Tuning
+from mulo.paper.claims import EXPERIMENTS, Suite
 
 UNTUNED = dict.fromkeys(FIELDS, math.nan)  # a baseline's values before tuning: as costly as others
 GIB = 2**30

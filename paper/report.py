@@ -21,9 +21,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from checkpoints import write_atomically
-from evaluate import mean_stderr, write_table
-from paper.baselines import OTHERS
+from mulo.checkpoints import write_atomically
+from mulo.evaluate import mean_stderr, write_table
+from mulo.paper.baselines import OTHERS
 
 LABELS = {
     "mulo_m": "μLO_M", "mulo_s": "μLO_S", "muvelo_m": "μVeLO_M", "lo_m": "LO_M", "lo_s": "LO_S",

@@ -14,10 +14,10 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from evaluate import Job, Results
-from paper.claims import EXPERIMENTS, Suite, cells, falls, worse
-from paper.report import Finding, draw_curves, label
-from training import final_loss
+from mulo.evaluate import Job, Results
+from mulo.paper.claims import EXPERIMENTS, Suite, cells, falls, worse
+from mulo.paper.report import Finding, draw_curves, label
+from mulo.training import final_loss
 
 NAMES = ("mulo_m", "lo_m")
 CLOSE = 0.1  # how much of the train loss the test loss may differ by; in the paper at most 0.08

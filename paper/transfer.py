@@ -18,11 +18,11 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-import training
-from evaluate import Results
-from paper.baselines import Tuning, tune_missing
-from paper.claims import EXPERIMENTS, Suite, cells, guess, ranked
-from paper.report import Finding, colour, label
+from mulo import training
+from mulo.evaluate import Results
+from mulo.paper.baselines import Tuning, tune_missing
+from mulo.paper.claims import EXPERIMENTS, Suite, cells, guess, ranked
+from mulo.paper.report import Finding, colour, label
 
 HELD_OUT = ("c10", "text")  # data sets that mulo_x was not meta-trained on
 ENTRANTS = [  # optimizer, schedule

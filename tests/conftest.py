@@ -35,7 +35,7 @@ from hypothesis import settings  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import desk  # noqa: E402
 
-import export  # noqa: E402
+from mulo import export  # noqa: E402
 
 torch.set_num_threads(1)
 

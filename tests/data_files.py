@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from optimizees import files
+from mulo.optimizees import files
 
 
 def seed(n: int = 0) -> torch.Generator:

@@ -5,7 +5,7 @@ import json
 
 import torch
 
-import export
+from mulo import export
 
 
 def inputs_of(config, kind, **sizes):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-import bench
+from mulo import bench
 
 
 def test_extra_bytes():

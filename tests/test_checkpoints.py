@@ -12,9 +12,8 @@ from golden_files import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import checkpoints
 import mulo
-from mulo import LOConfig
+from mulo import LOConfig, checkpoints
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-import checkpoints
-import metatrain
 import mulo
-from paper import choose
+from mulo import checkpoints, metatrain
+from mulo.paper import choose
 
 
 def run_folder(path, seed, lam1=0.01, name="mulo_m"):

@@ -6,10 +6,9 @@ import math
 import pytest
 import torch
 
-import metatrain
-import training
-from evaluate import Results, contender
-from paper import ablations, baselines, claims, report, resnet, transfer  # noqa: F401 (experiments)
+from mulo import metatrain, training
+from mulo.evaluate import Results, contender
+from mulo.paper import ablations, baselines, claims, report, resnet, transfer  # noqa: F401 (experiments)
 
 TINY = (("steps", 2), ("pairs", 1), ("unroll", 4), ("shortest", 4), ("truncation", 2))
 SMALL = {"columns": (8, 8, 8), "base": 8, "longest": 3}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from data_files import put, refused, seed
 
-from optimizees import datasets
+from mulo.optimizees import datasets
 
 # Images and their batches
 

@@ -6,11 +6,7 @@ import sys
 import pytest
 import torch
 
-import bench
-import estimate
-import metatrain
-import pes
-import tasks
+from mulo import bench, estimate, metatrain, pes, tasks
 
 TINY = {"pairs": 4, "micro_batch": 4, "truncation": 3, "unroll": 9, "shortest": 4}
 

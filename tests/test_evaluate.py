@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import evaluate
-import metatrain
 import mulo
-import roles
-import tasks
-import training
-from evaluate import Job, Results, contender
-from optimizees import datasets
-from paper import baselines, choose, claims
+from mulo import evaluate, metatrain, roles, tasks, training
+from mulo.evaluate import Job, Results, contender
+from mulo.optimizees import datasets
+from mulo.paper import baselines, choose, claims
 
 ROOT = Path(__file__).parents[1]
 NAME = "fashion8_mlp_w8_d3"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mulo
-from serving import OrtMuLO
+from mulo.serving import OrtMuLO
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))

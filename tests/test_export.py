@@ -17,10 +17,9 @@ import pytest
 import torch
 from exported_files import error, inputs_of, sign
 
-import export
-import features
 import mulo
-from serving import Session
+from mulo import export, features
+from mulo.serving import Session
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("tensor", "vector")

@@ -6,10 +6,9 @@ import pytest
 import torch
 from golden_files import GOLDEN, SMALL_FC, VELO, Golden, run
 
-import features
 import mulo
-from features import Eps, rates_of
-from mulo import LOConfig, stacked
+from mulo import LOConfig, features, stacked
+from mulo.features import Eps, rates_of
 
 REFERENCE = Eps("reference", 1e-5)
 

@@ -26,8 +26,8 @@ from data_files import (
     tar,
 )
 
-import tasks
-from optimizees import datasets, files
+from mulo import tasks
+from mulo.optimizees import datasets, files
 
 # Fashion-MNIST
 

@@ -15,11 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import metatrain
 import mulo
-import tasks
-import training
-from optimizees import datasets
+from mulo import metatrain, tasks, training
+from mulo.optimizees import datasets
 
 ROOT = Path(__file__).parents[1]
 aten = torch.ops.aten

@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoints
-import metatrain
 import mulo
-from paper import choose, claims
+from mulo import checkpoints, metatrain
+from mulo.paper import choose, claims
 
 ROOT = Path(__file__).parents[1]
 
@@ -339,7 +338,7 @@ def test_the_tutorials_hack(tmp_path):
     assert len(added) == 1
     (tmp_path / "features.py").write_text(text.replace(before, "\n".join([before, *added])))
     small = "--steps 3 --widths 8 --pairs 2 --truncation 5 --unroll 20 --shortest 20 --warmup 2"
-    code = "import metatrain, mulo; metatrain.main(); mulo.load('mulo_m')"
+    code = "import mulo; from mulo import metatrain; metatrain.main(); mulo.load('mulo_m')"
     command = [sys.executable, "-c", code, *small.split(), "--batch-size", "16", "--no-picture"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "it knows 39 features, not 40" in done.stderr

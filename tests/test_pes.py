@@ -7,13 +7,8 @@ import pytest
 import torch
 from golden_files import GOLDEN
 
-import estimate
-import metatrain
-import pes
-import roles
-import tasks
-import training
-from pes import pes_gradient
+from mulo import estimate, metatrain, pes, roles, tasks, training
+from mulo.pes import pes_gradient
 
 ROOT = Path(__file__).parents[1]
 CASES = ["noreset", "first", "last", "mixed"]

@@ -7,11 +7,9 @@ import sys
 
 import pytest
 
-import estimate
-import evaluate
-import tasks
-from evaluate import Job, Results, contender
-from paper import ablations, claims, plan, resnet, transfer  # noqa: F401 (experiments)
+from mulo import estimate, evaluate, tasks
+from mulo.evaluate import Job, Results, contender
+from mulo.paper import ablations, claims, plan, resnet, transfer  # noqa: F401 (experiments)
 
 A6000 = estimate.CARDS["a6000"]
 PAPER = claims.SUITES["paper"]

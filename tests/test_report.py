@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import evaluate
-import training
-from paper import ablations, claims, report, resnet, transfer  # noqa: F401 (experiments)
+from mulo import evaluate, training
+from mulo.paper import ablations, claims, report, resnet, transfer  # noqa: F401 (experiments)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"

@@ -10,8 +10,8 @@ from torch import nn
 from user_models import MLP, ConvNet, Transformer, loss_of, task
 
 import mulo
-from optimizees import datasets
-from roles import (
+from mulo.optimizees import datasets
+from mulo.roles import (
     ALL,
     LAYERS,
     TABLES,

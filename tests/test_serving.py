@@ -18,11 +18,9 @@ from golden_files import Golden, run, to_torch_layout
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import checkpoints
-import export
 import mulo
-import serving
-from serving import OrtMuLO, Session
+from mulo import checkpoints, export, serving
+from mulo.serving import OrtMuLO, Session
 
 
 def test_inputs_are_checked(exported):

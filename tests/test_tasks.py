@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import evaluate
-import metatrain
 import mulo
-import tasks
-import training
-from optimizees import datasets
-from optimizees.models import MLP
-from paper import baselines
-from roles import ALL, NORMS, coordinate_check, weights_of
+from mulo import evaluate, metatrain, tasks, training
+from mulo.optimizees import datasets
+from mulo.optimizees.models import MLP
+from mulo.paper import baselines
+from mulo.roles import ALL, NORMS, coordinate_check, weights_of
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ["fashion8_mlp_w64_d3", "fashion_vit_w32_d2", "pixels_lm_w32_d2", "fashion_resnet_w32"]

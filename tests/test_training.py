@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import mulo
-import roles
-import tasks
-import training
+from mulo import roles, tasks, training
 
 TASK = tasks.get("fashion8_mlp_w12_d3", batch_size=16)
 
