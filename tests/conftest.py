@@ -30,7 +30,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from golden_files import Golden  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import desk  # noqa: E402
@@ -40,7 +40,10 @@ from mulo import export  # noqa: E402
 torch.set_num_threads(1)
 
 # The same examples in every run, however long they take.
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None, max_examples=40)
+settings.register_profile(
+    "fixed", derandomize=True, deadline=None, database=None, max_examples=40,
+    suppress_health_check=list(HealthCheck),  # they fail on a busy machine
+)  # fmt: skip
 settings.load_profile("fixed")
 
 

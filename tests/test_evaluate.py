@@ -363,7 +363,7 @@ def test_messages(tmp_path, complaint):
         ([*task, "--who", "sgd"], "no learned optimizer 'sgd'"),
         (task, "say which optimizers to compare"),
         ([*task, "--who", "adamw", "--seeds", 0], "must be 1 or more"),
-        ([*task, "--who", "adamw", "--device", "foo"], "device 'foo' is not there"),
+        ([*task, "--who", "adamw", "--device", "foo"], "unknown device 'foo'"),
         (["task", "fashion_conv_w8_d2", "--who", "adamw"], "evaluate.py tune fashion_conv"),
         (["width", "--who", "mulo_m", ROOT / "weights" / "mulo_m.pt"], "two runs of one recipe"),
     ):
@@ -398,7 +398,7 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert "4 of 4 results were read from results, not trained now: --fresh" in run(task)
     assert run(f"{task} --fresh") == said
     assert "  test loss" not in said
-    _, train, test, _ = run(f"{task} --test").splitlines()
+    *_, train, test, _ = run(f"{task} --test").splitlines()
     assert (train[:26].strip(), test[:26]) == (NAME, "  test loss".ljust(26))
     assert test.count("±") == 2
     assert "4 layers, final loss: μLO_M" in run("depth --processes 1")

@@ -306,7 +306,7 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
         (["--sigma", 0], "sigma must be a number above 0"),
         (["--clip", -1], "clip must be a number above 0"),
         (["--seed", 10**12], "seed must be between 0 and 999,999,999"),
-        (["--device", "foo"], "device 'foo' is not there"),
+        (["--device", "foo"], "unknown device 'foo'"),
         (["--unroll", 50], "shortest=500 exceeds unroll=50"),
         (["--kind", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp, in64_mlp,"),
         (["--kind", "none.py"], f"no file {tmp_path / 'none.py'}: give the path of one that regi"),

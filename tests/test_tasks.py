@@ -465,7 +465,7 @@ def test_own_task_on_the_command_line(tmp_path, no_kinds, monkeypatch, capsys):
     assert (tmp_path / "tuned" / "sines.json").exists()
     names = "mine/mine.py_w8_d3 mine/mine.py_w16_d3"
     said = run(evaluate, f"task {names} --who run adamw --steps 5 --seeds 2 --processes 1")
-    head, *rows, last = said.splitlines()
+    _, head, *rows, last = said.splitlines()
     assert head.split() == ["run", "adamw"]
     assert [row.split()[0] for row in rows] == ["sines_w8_d3", "sines_w16_d3"]
     losses = [float(x) for row in rows for x in re.findall(r"(\S+) ±", row)]
