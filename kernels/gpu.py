@@ -198,7 +198,7 @@ def factor(rows, plan, index, work, CASE: tl.constexpr):
         r = tl.load(block.r + at, block.ok, 0.0)
         r += tl.load(row.net + 4 + d) * (q - r)
         tl.store(block.r + at, r, block.ok)
-        tl.store(row.c.to(FLOATS) + at, r, block.ok & (row.kind == 0))
+        tl.store(row.c.to(FLOATS) + at, r, tl.where(row.kind == 0, block.ok, False))
         tl.store(place(row, SUMS + side) + 9 * k + d, tl.sum(tl.where(block.ok, r, 0.0)))
 
 
@@ -255,7 +255,7 @@ def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
     i, j = b // across % down * R + tl.arange(0, R), b % across * W + tl.arange(0, W)
     x = (batch // row.B * X + i) * row.B + batch % row.B
     at = (x * width)[:, None] + j[None, :]
-    ok = ((i < X) & (batch < row.A * row.B))[:, None] & (j < width)[None, :]
+    ok = (i < tl.where(batch < row.A * row.B, X, 0))[:, None] & (j < width)[None, :]
     ok = ok & (at < row.n.to(tl.int32))
     x_at = (x * row.C)[:, None] + (j % row.C)[None, :]
     y_at = tl.where(matrix, (batch * width + j)[None, :], at)
@@ -281,7 +281,7 @@ def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
         if MOVE:
             m += tl.load(row.net + d) * (g - m)
             tl.store(row.M + d * row.n + at, m, ok)
-        by_x = tl.load(place(row, VALUES) + d * n_x + x_at, ok & matrix, 1.0)
+        by_x = tl.load(place(row, VALUES) + d * n_x + x_at, tl.where(matrix, ok, False), 1.0)
         by_y = place(row, VALUES + 1) + d * n_y + y_at
         M, M_by_V = M + (m,), M_by_V + (m * inv_M,)
         F_grad = F_grad + (g * by_x * tl.load(by_y, ok, 0.0),)
@@ -327,7 +327,7 @@ def fold_side(row, side, k, CASE: tl.constexpr):
     w0 += (CASE.D - 3 + tl.where(block.is_r, 0, 3)) * CASE.H
     for d in tl.static_range(6):  # in W0: r, c, 1/sqrt(r), 1/sqrt(c)
         w_ptr = w0 + (d + d // 3 * 3) * CASE.H
-        w = tl.load(w_ptr, ok, 0.0) + tl.load(w_ptr + 3 * CASE.H, ok & vector, 0.0)
+        w = tl.load(w_ptr, ok, 0.0) + tl.load(w_ptr + 3 * CASE.H, tl.where(vector, ok, False), 0.0)
         ms = total(place(row, SUMS + side) + 3 + d, block.blocks, 9) / block.n.to(tl.float32)
         x = tl.load(place(row, VALUES + side) + (6 + d) * block.n + block.e, block.ok, 0.0)
         y += x[:, None] * (w * inverse_rms(ms, row.eps, CASE))[None, :]
@@ -366,7 +366,7 @@ def small_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
     """The network on a tile, written out neuron by neuron."""
     w0, w, zero, y = place(row, FOLDED) + 4, row.net + CASE.w1, tl.zeros_like(x[0]), ()
     for h in tl.static_range(tl.constexpr(CASE.H)):
-        a = tl.load(place(row, OUT) + x_at * CASE.HP + h, ok & (row.kind > 0), 0.0)
+        a = tl.load(place(row, OUT) + x_at * CASE.HP + h, tl.where(row.kind > 0, ok, False), 0.0)
         a += tl.load(place(row, OUT + 1) + y_at * CASE.HP + h, ok, 0.0)
         for k in tl.static_range(tl.constexpr(CASE.D)):
             a += tl.load(w0 + k * CASE.HP + h) * x[k]
@@ -407,7 +407,7 @@ def large_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
     x_at = tl.reshape(x_at, (N_TILE, 1)) * CASE.HP + h[None, :]
     y_at = tl.reshape(y_at, (N_TILE, 1)) * CASE.HP + h[None, :]
     ok = tl.reshape(ok, (N_TILE, 1))
-    a = tl.load(place(row, OUT) + x_at, ok & (row.kind > 0), 0.0)
+    a = tl.load(place(row, OUT) + x_at, tl.where(row.kind > 0, ok, False), 0.0)
     a += tl.load(place(row, OUT + 1) + y_at, ok, 0.0)
     for k in tl.static_range(16, tl.constexpr(CASE.D)):  # VeLO has more than 16
         a += tl.reshape(x[k], (N_TILE, 1)) * tl.load(w0 + k * CASE.HP + h)[None, :]
