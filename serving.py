@@ -189,24 +189,25 @@ class OrtMuLO(MuLO):
         def file(suffix: str) -> Path:
             return export.checked(path.parent, f"{about['name']}.{suffix}", about)
 
-        self.device, self.threads, self._sessions = torch.device(device), threads, {}
-        self.on_cuda = self.device.type == "cuda"
-        self.graphs = {kind: file(f"{kind}.onnx").read_bytes() for kind in ("tensor", "vector")}
+        self.requested, self.threads, self._sessions = torch.device(device), threads, {}
+        self.graphs = {kind: file(f"{kind}.onnx").read_bytes() for kind in ("vector", "tensor")}
         lo = checkpoints.load(file("pt"))
         super().__init__(params, lo, lr, weight_decay, num_steps, backend="folded")
-        smallest = {"b": 1, "n": 1} if self.on_cuda else {}
-        self.device = self.session("vector", **smallest).device  # now, so that errors come early
+        first = self.session("vector", (1, 1))  # opened now, so that errors come early
+        self.device = first.device  # with its index
 
-    def session(self, kind: str, **sizes: int) -> Session:
-        """The graph of this kind with these sizes fixed, opened when it is first needed."""
+    def session(self, kind: str, shape: tuple[int, ...]) -> Session:
+        """The graph of this kind, opened when it is first needed; on CUDA, for this shape of p."""
+        axes = "bemn" if kind == "tensor" else "bn"
+        sizes = dict(zip(axes, shape, strict=True)) if self.requested.type == "cuda" else {}
         key = kind, *sizes.values()
         if key not in self._sessions:
-            graph = self.graphs[kind]
-            self._sessions[key] = Session(graph, self.device, self.threads, **sizes)
+            options = self.requested, self.threads
+            self._sessions[key] = Session(self.graphs[kind], *options, **sizes)
         return self._sessions[key]
 
     def __getstate__(self) -> dict:
-        names = ("device", "threads", "on_cuda", "graphs")
+        names = ("requested", "device", "threads", "graphs")
         return super().__getstate__() | {k: getattr(self, k) for k in names} | {"_sessions": {}}
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
@@ -219,7 +220,7 @@ class OrtMuLO(MuLO):
             if p.dtype == torch.float64:
                 fix = "use mulo.MuLO for float64 parameters"
                 raise RuntimeError(f"exported graphs are float32: {fix}.")
-        due = not self.on_cuda or self.param_groups[0]["step"] % 100 == 0  # it syncs
+        due = self.requested.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
         if params and due and not all_finite([p.detach() for p, _ in params]):
             raise ValueError("a parameter has NaN or infinite entries: go back to a checkpoint.")
         return params
@@ -242,10 +243,10 @@ class OrtMuLO(MuLO):
         for n, x in enumerate(stacks):
             by_shape.setdefault(in_graph(x.p, x.dims).shape, []).append(n)
         for shape, members in by_shape.items():
-            size = max(1, MAX_BATCH_ELEMENTS["cuda" if self.on_cuda else "cpu"] // math.prod(shape))
+            size = max(1, MAX_BATCH_ELEMENTS[self.requested.type] // math.prod(shape))
             for start in range(0, len(members), size):
                 self._run(stacks, grads, weights, values, members[start : start + size])
-        if not self.on_cuda and all_finite(grads):
+        if self.requested.type == "cpu" and all_finite(grads):
             return 0
         return sum((~g.isfinite()).sum() for g in grads)
 
@@ -280,11 +281,9 @@ class OrtMuLO(MuLO):
             phi = {k: w[0] for k, w in weights.phi.items() if k[0] in "wb"}
             inputs |= {k: torch.cat([w[n : n + 1] for n in index]) for k, w in phi.items()}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
-        axes = "bemn" if kind == "tensor" else "bn"  # all fixed on CUDA
-        sizes = dict(zip(axes, inputs["p"].shape, strict=True)) if self.on_cuda else {}
         # The graph reads a state only to compute its new value, so that may take its place.
         inplace = [k for k in "MVrc" if inputs[k].data_ptr() == views[k][0].data_ptr()]
-        outputs = self.session(kind, **sizes).run(inputs, inplace)
+        outputs = self.session(kind, inputs["p"].shape).run(inputs, inplace)
         for k in views.keys() - set(inplace):
             old, new = views[k], outputs[f"new_{k}"].reshape(-1, *views[k][0].shape[1:])
             if len(old) > 1:
