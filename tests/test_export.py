@@ -1,9 +1,11 @@
-"""Exported files: that they are the step, what is in them, and everything that can be wrong."""
+"""Exported files: their errors against float64, their contents, and files that are refused."""
 
 import io
 import json
 import math
 import re
+import runpy
+import sys
 import warnings
 import zipfile
 from functools import cache, partial
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import onnxscript.optimizer
 import oracle
 import pytest
@@ -18,7 +21,7 @@ import torch
 from exported_files import error, inputs_of, sign
 
 import mulo
-from mulo import export, features
+from mulo import export, features, kernels, roles
 from mulo.serving import Session
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +36,8 @@ def small(monkeypatch):
 
 
 def verify(folder):
-    [found] = export.sidecars(folder)
-    export.verify(*found)
+    [exported] = export.sidecars(folder)
+    export.verify(*exported)
 
 
 @cache
@@ -44,12 +47,11 @@ def open_graph(folder, kind, suffix):
 
 
 def test_every_file_is_written_and_checked(exported):
-    """By the README's command, which says how far each is off."""
+    """By the README's command, which prints the error of each."""
     _, _, *lines, last = (exported / "said.txt").read_text().splitlines()
-    found = {tuple(line.split()[:2]) for line in lines}
-    assert found == {(f"mulo_m.{k}.{x}", k) for k in KINDS for x in ("onnx", "pt2")} | {
-        ("mulo_m.ts", k) for k in KINDS
-    }
+    assert {tuple(line.split()[:2]) for line in lines} == {
+        (f"mulo_m.{k}.{x}", k) for k in KINDS for x in ("onnx", "pt2")
+    } | {("mulo_m.ts", k) for k in KINDS}
     assert all(0 < float(line.split()[3]) <= 3e-6 for line in lines)
     assert last.endswith("every file agrees with the float64 step within 3e-06.")
     assert len(list(exported.glob("mulo_m.*"))) <= 9
@@ -57,7 +59,7 @@ def test_every_file_is_written_and_checked(exported):
 
 def test_files_carry_the_config_and_no_paths(exported):
     config = json.loads((exported / "mulo_m.json").read_text())
-    assert any("Step 0: μP" in line for line in config.pop("contract"))
+    assert config.pop("contract") == export.CONTRACT
     files = list(config.pop("sha256"))
     assert files[0] == "mulo_m.pt"
     for file in (exported / name for name in files[1:]):
@@ -83,7 +85,7 @@ def test_the_json_is_the_whole_contract():
     for name in ("mulo_m", "muvelo_m"):
         lo = mulo.load(name)
         about = json.loads(json.dumps(export.describe(lo, name)))
-        assert about["version"] == 2
+        assert about["version"] == 3
         assert about["mup"]["hidden"] == {"init variance": -1, "output multiplier": 0, "update": -1}
         assert about["mup"]["output"] == {"init variance": 0, "output multiplier": -1, "update": 0}
         assert len(about["features"]) == lo.config.num_features
@@ -106,6 +108,27 @@ def test_the_json_is_the_whole_contract():
             first = torch.tensor(tensor["features"]["first"])
             first[1 + 2] += 1
             torch.testing.assert_close(seen, first)
+
+
+def plain(text):
+    return " ".join(text.replace("`", "").split())
+
+
+def test_the_page_has_the_contract():
+    """examples/README.md: every rule of CONTRACT, the tables of roles and of state."""
+    page = (ROOT / "examples" / "README.md").read_text()
+    text = plain(page)
+    for sentence in (x for rules in export.CONTRACT.values() for x in rules):
+        assert plain(sentence) in text, sentence
+    power = {0: "1", -1: "1/fan_in"}
+    for role, rule in roles.RULES.items():
+        [row] = [x.split(" | ") for x in page.splitlines() if x.startswith(f"| {role} |")]
+        cells = [x.split(" (")[0].strip(" |") for x in row[2:]]
+        assert cells == [power[x] for x in rule]
+    sides = [export.shapes(mulo.LOConfig(), kind)[0] for kind in KINDS]
+    for k in "MVrc":
+        shapes = [f"({', '.join(map(str, x[k]))})" for x in sides]
+        assert f"| {k} | {' | '.join(shapes)} |" in page
 
 
 # Against float64
@@ -177,15 +200,34 @@ def test_means_over_many_rows_and_columns(exported):
             torch.testing.assert_close(new[f"new_{name}"].double(), right, rtol=1e-6, atol=0)
 
 
-def test_blocks_change_nothing(exported):
-    """Blocks of any number of rows, also where the last one is shorter than the others."""
-    lo, file = mulo.load("mulo_m"), exported / "mulo_m.tensor.onnx"
-    x = inputs_of(lo.config, "tensor", b=2, e=3, m=11, n=13)
-    whole = Session(file, block=10**9).run(x)
-    for block in (1, 78, 200, 500):
-        parts = Session(file, block=block).run(x)
-        for k, v in whole.items():
-            torch.testing.assert_close(parts[k], v, rtol=0, atol=1e-7 * float(v.abs().max()))
+SIZE_OPS = {"Shape", "Size", "Range", "ConstantOfShape"}
+
+
+def test_fixed_sizes_leave_nothing_to_compute_from_them(exported, velo, tmp_path):
+    """On a GPU, control flow and sizes that are computed there make the host wait."""
+    for file in (*exported.glob("*.onnx"), *velo.glob("*.onnx")):
+        free = {node.op_type for node in onnx.load(file).graph.node}
+        assert not free & {"Loop", "If", "Scan", "SequenceEmpty"}
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / file.name)
+        for name, size in {"b": 2, "e": 3, "m": 40, "n": 50, "T": 4}.items():
+            options.add_free_dimension_override_by_name(name, size)
+        onnxruntime.InferenceSession(file, options, ["CPUExecutionProvider"])
+        fixed = {node.op_type for node in onnx.load(tmp_path / file.name).graph.node}
+        assert not fixed & SIZE_OPS, file
+        if "hyper" not in file.name:
+            assert free & SIZE_OPS  # negative control
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_may_be_overwritten(exported, velo, kind):
+    """Each state is read only by the two nodes that compute its new value."""
+    for folder, name in ((exported, "mulo_m"), (velo, "velo")):
+        nodes = onnx.load(folder / f"{name}.{kind}.onnx").graph.node
+        for k in "MVrc":
+            first, last = (x for x in nodes if k in x.input and x.op_type != "Shape")
+            assert (first.op_type, last.op_type) == ("Sub", "Add")
+            assert list(last.output) == [f"new_{k}"]
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "pt2", "ts"])
@@ -235,8 +277,8 @@ def test_other_epsilons(eps, small):
         traced = torch.jit.load(io.BytesIO(export.to_torchscript(lo, "")))
     for kind in KINDS:
         assert ("eps_scale" in export.shapes(config, kind)[0]) == (eps == "fan_in")
-        found = export.compare(lo, kind, {"ts": getattr(traced, kind)})
-        assert found["ts"][0] <= export.TOLERANCE
+        errors = export.compare(lo, kind, {"ts": getattr(traced, kind)})
+        assert errors["ts"][0] <= export.TOLERANCE
 
 
 def test_velo(velo, small, capsys):
@@ -254,10 +296,10 @@ def test_errors_of_any_output_count(small):
         "nan": lambda *x: (*right(*x)[:-1], right(*x)[-1] * math.nan),
         "state": lambda *x: (*right(*x)[:-1], right(*x)[-1] * 1.001),
     }
-    found = export.compare(lo, "vector", wrong | {"right": right})
-    assert found["right"][0] <= export.TOLERANCE
-    assert found["state"][0] == pytest.approx(1e-3, rel=0.01)
-    assert found["nan"][0] == math.inf
+    errors = export.compare(lo, "vector", wrong | {"right": right})
+    assert errors["right"][0] <= export.TOLERANCE
+    assert errors["state"][0] == pytest.approx(1e-3, rel=0.01)
+    assert errors["nan"][0] == math.inf
 
 
 # Files that are not in order
@@ -311,7 +353,7 @@ def test_foreign_files_and_other_versions(copied, suffix):
     for text, message in (
         ("", "was not written by export.py"),
         ('{"a": 1}', "was not written by export.py"),
-        ('{"format": "mulo-export", "version": 1}', "has format version 1, this code reads 2"),
+        ('{"format": "mulo-export", "version": 1}', "has format version 1, this code reads 3"),
     ):
         relabel(file, text)
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -325,7 +367,7 @@ def test_sidecars_that_are_not_in_order(copied, small, complaint):
     path.write_text(json.dumps(good | {"features": ["g"]}))
     assert "does not describe mulo_m.pt" in complaint(export, "--verify", copied)
     path.write_text(json.dumps(good | {"version": 1}))
-    assert "has format version 1, this code reads 2: export the optimizer anew." in complaint(
+    assert "has format version 1, this code reads 3: export the optimizer again." in complaint(
         export, "--verify", copied
     )
     path.write_text(json.dumps(good))
@@ -339,3 +381,14 @@ def test_command_line(tmp_path, complaint):
     assert "has no exported optimizer: run export.py" in complaint(export, "--verify", "nowhere")
     assert "File exists" in complaint(export, "mulo_m", "--out", tmp_path / "file")
     assert "give a learned optimizer to export" in complaint(export)
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "onnxscript", "onnx_ir"])
+def test_missing_packages_are_one_sentence(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "mulo.kernels.onnxgraphs")
+    monkeypatch.delattr(kernels, "onnxgraphs")
+    sentence = re.escape(f'{package} is missing: pip install "mulo[export]", or -r requirements')
+    for name, kind in (("__main__", SystemExit), ("mulo.export", ImportError)):
+        with pytest.raises(kind, match=sentence):
+            runpy.run_path(str(ROOT / "export.py"), run_name=name)
