@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 import mulo
-from mulo import kernels, metatrain, pes, tasks
+from mulo import kernels, metatrain, recipes, tasks
 from mulo.checkpoints import write_atomically
 
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32 - 1)}
@@ -303,8 +303,8 @@ def bench_roofline(repeats: int, device: str) -> list[Table]:
 def bench_metatrain(repeats: int, device: str) -> list[Table]:
     trainers = {}
     for backend in BACKENDS[:2]:
-        recipe = metatrain.recipe("mulo_m", backend=backend)
-        trainers[backend] = pes.Trainer(recipe, metatrain.new_lo(recipe))
+        recipe = recipes.recipe("mulo_m", backend=backend)
+        trainers[backend] = metatrain.Trainer(recipe, recipes.new_lo(recipe))
     best = race({name: t.advance for name, t in trainers.items()}, max(2, repeats // 5))
     rows = {name: [1 / took, best["folded"] / took] for name, took in best.items()}
     note = bar("kernel, at least 3.2x folded", rows["kernel"][1], least=3.2)
