@@ -311,9 +311,7 @@ class Results:
         yield from tqdm(done, desc, len(jobs), disable=not jobs)
 
     def _in_processes(self, jobs: list) -> Iterator[tuple]:
-        with ProcessPoolExecutor(
-            self.processes, get_context("spawn"), _prepare_process
-        ) as pool:
+        with ProcessPoolExecutor(self.processes, get_context("spawn"), _prepare_process) as pool:
             started = {pool.submit(job.run, *self.how): job for job in jobs}
             try:
                 for future in as_completed(started):

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import mulo
-from mulo import LO, checkpoints, features, kernels, recipes, roles, tasks, training
+from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
 from mulo.evaluate import Contender, Job, Results, contender
 from mulo.features import Phi
 from mulo.paper.baselines import BASELINES, Tuning, best
@@ -89,10 +90,8 @@ class Truncation(NamedTuple):
 def unflatten(phi: Tensor, like: LO) -> Phi:
     """Vectors of weights (P, D) as the stacked dict that a learned optimizer takes."""
     parts = phi.split([w.numel() for w in like.parameters()], 1)
-    return {
-        name: part.unflatten(1, w.shape)
-        for (name, w), part in zip(like.named_parameters(), parts, strict=True)
-    }
+    pairs = zip(like.named_parameters(), parts, strict=True)
+    return {name: part.unflatten(1, w.shape) for (name, w), part in pairs}
 
 
 class Particles:
@@ -322,19 +321,6 @@ def gather(x) -> list:
     return everyone
 
 
-def commit() -> str:
-    """The commit of this code, if it is a git checkout."""
-    args = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(args, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def mean_loss(rows: list[dict]) -> float:
-    return sum(row["meta_loss"] for row in rows) / len(rows)
-
-
 class Run:
     """A trainer with a folder: log.csv, the last checkpoints and, at the end, lo.pt.
 
@@ -346,7 +332,10 @@ class Run:
 
     def __init__(self, trainer: Trainer, out: Path):
         self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
-        self.command, self.commit = shlex.join(["python", *sys.argv]), commit()
+        self.command = shlex.join(["python", *sys.argv])
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        status, text = subprocess.getstatusoutput(shlex.join([*git, "--exclude=*"]))
+        self.commit = "unknown" if status else text
         out.mkdir(parents=True, exist_ok=True)
         for temporary in out.glob(".checkpoint_*"):  # of a process that was killed
             temporary.unlink(missing_ok=True)
@@ -370,8 +359,9 @@ class Run:
             checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
 
     @classmethod
-    def resume(cls, out: Path, device: str) -> Run:
-        """Continue from the newest checkpoint that every process can read."""
+    def resume(cls, out: Path, device: str, steps: int | None = None) -> Run:
+        """Continue from the newest checkpoint that every process can read; `steps` extends the run,
+        and stretches the cosine of the outer learning rate to its new end."""
         rank, world = rank_and_world()
         ranks = {path.name.split("_")[2] for path in out.glob("checkpoint_*_rank*.pt")}
         if len(ranks) not in (0, world):
@@ -396,15 +386,12 @@ class Run:
         run.trainer.load_state_dict(state)
         for name in cls.HISTORY:
             setattr(run, name, state[name])
+        if steps is not None:
+            if steps <= run.trainer.step:
+                raise ValueError(f"the run is at step {run.trainer.step}: give a larger --steps.")
+            run.trainer.recipe = dataclasses.replace(r, steps=steps)
+            run.command += f" && {shlex.join(['python', *sys.argv])}"
         return run
-
-    def extend(self, steps: int) -> None:
-        """End after `steps` outer steps; the cosine of the outer rate is stretched to that end."""
-        trainer = self.trainer
-        if steps <= trainer.step:
-            raise ValueError(f"the run is at step {trainer.step}: give --steps more than that.")
-        trainer.recipe = dataclasses.replace(trainer.recipe, steps=steps)
-        self.command += f" && {shlex.join(['python', *sys.argv])}"
 
     def train(self, minutes: float) -> None:
         """Train to the end, with a checkpoint every `minutes` (0: after every step).
@@ -413,38 +400,40 @@ class Run:
         """
         trainer, steps, interrupts = self.trainer, self.trainer.recipe.steps, []
         before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        stop, saved = False, time.monotonic()
-        options = {"initial": trainer.step, "desc": trainer.recipe.name, "unit": "step"}
-        with tqdm(total=steps, disable=trainer.rank > 0, **options) as bar:
+        first, stop, saved, name = trainer.step, False, time.monotonic(), trainer.recipe.name
+        try:
+            bar = tqdm(total=steps, initial=first, desc=name, unit="step", disable=trainer.rank > 0)
             while trainer.step < steps and not stop:
                 start = time.monotonic()
                 self.rows.append(trainer.advance())
                 now = time.monotonic()
                 self.seconds += now - start
-                if trainer.step == options["initial"] + 1 and trainer.rank == 0:
-                    bar.write(forecast(now - start, steps - trainer.step, trainer.phi.device))
                 bar.update()
                 bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}")
+                if trainer.step == first + 1 and trainer.rank == 0:
+                    bar.write(self.forecast(now - start))
                 flags = gather((bool(interrupts), now - saved >= 60 * minutes))
                 stop, due = map(any, zip(*flags, strict=True))
                 if stop or due or trainer.step == steps:
                     self.save()
                     saved = now
-        signal.signal(signal.SIGINT, before)
+        finally:
+            bar.close()
+            signal.signal(signal.SIGINT, before)
         if trainer.step < steps:
             raise KeyboardInterrupt
         if trainer.rank == 0:
             about = {"recipe": dataclasses.asdict(trainer.recipe), "command": self.command}
             about |= {"commit": self.commit, "minutes": self.seconds / 60}
-            about["meta_loss"] = mean_loss(self.rows[-20:])
+            about["meta_loss"] = fmean(row["meta_loss"] for row in self.rows[-20:])
             mulo.save(trainer.result(), self.out / "lo.pt", **about)
 
-
-def forecast(seconds: float, steps: int, device: torch.device) -> str:
-    """What the first outer step took, and how long the others will take."""
-    memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.type == "cuda" else ""
-    hours = steps * seconds / 3600
-    return f"{seconds:.2g} s per outer step; {steps:,} to go, about {hours:.2g} h."
+    def forecast(self, seconds: float) -> str:
+        """What the first outer step took, and how long the rest of the run will take."""
+        steps = self.trainer.recipe.steps - self.trainer.step
+        text = f"{seconds:.2g} s per outer step, {steps * seconds / 3600:.2g} h for {steps:,} more"
+        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0
+        return f"{text}, peak memory {memory:.1f} GiB." if memory else f"{text}."
 
 
 # ---------------------------------------------------------------- the comparison at the end
@@ -465,12 +454,12 @@ def compare(run: Run, device: str) -> str:
     fig = Figure(figsize=(13.2, 3.6), layout="constrained")
     ax, *axes = fig.subplots(1, 3)
     meta = torch.tensor([row["meta_loss"] for row in run.rows])
-    window = min(20, len(meta))
+    smooth = meta.unfold(0, min(20, len(meta)), 1).mean(-1)  # over windows of 20 outer steps
     ax.plot(meta, color="0.7")
-    ax.plot(range(window - 1, len(meta)), meta.unfold(0, window, 1).mean(-1), "k")
+    ax.plot(range(len(meta) - len(smooth), len(meta)), smooth, "k")
     ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
-    first, last = mean_loss(run.rows[:20]), mean_loss(run.rows[-20:])
-    lines = [f"Meta-loss {first:.4g} -> {last:.4g} in {run.seconds / 60:.1f} minutes."]
+    change = f"{smooth[0]:.4g} -> {smooth[-1]:.4g}"
+    lines = [f"Meta-loss {change} in {run.seconds / 60:.1f} minutes."]
     for ax, width, nets in zip(axes, (max(r.widths), 8 * max(r.widths)), (3, 1), strict=True):
         task, seeds = f"{r.kind}_w{width}_d{r.depth}", tuple(range(9001, 9001 + nets))
         jobs = [Job(c, task, r.unroll, seeds=seeds, values=tuned.get(c.name)) for c in contenders]
@@ -533,13 +522,11 @@ def new_or_resumed(args: argparse.Namespace, device: str) -> Run:
         if Run.saved(out):
             raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
         return Run(Trainer(r, new_lo(r, device)), out)
-    run, steps = Run.resume(args.resume, device), changes.pop("steps", None)
+    run = Run.resume(args.resume, device, changes.pop("steps", None))
     changes |= {"name": args.recipe, "scale": args.scale}
     for name, value in changes.items():
         if value not in (None, getattr(run.trainer.recipe, name)):
             raise ValueError(f"a resumed run keeps its {name}: only --steps can change.")
-    if steps is not None:
-        run.extend(steps)
     return run
 
 
@@ -553,7 +540,7 @@ def main(**defaults) -> None:
         if device == "cpu" and run.trainer.recipe.scale == "desk":
             torch.set_num_threads(1)  # tensors are so small that threads would slow it down
         if run.trainer.rank == 0:
-            print(f"Backend of the optimizer's step: {run.trainer.particles[0][0].opt.backend}.")
+            print(f"Backend: {run.trainer.particles[0][0].opt.backend}.")
         run.train(args.checkpoint_every)
         if run.trainer.rank == 0:
             optimizer = f"The optimizer is {run.out / 'lo.pt'}."

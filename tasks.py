@@ -47,7 +47,6 @@ import functools
 import hashlib
 import inspect
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -354,17 +353,13 @@ def _checked(task: Task) -> Task:
     return dataclasses.replace(task, loss_bound=bound, rules=tuple(task.rules))
 
 
-def _count(task: Task) -> int:
-    return sum(p.numel() for p in task.skeleton().parameters())
-
-
 def _list() -> None:
     for title, names in (("Desk tasks, on embedded data", DESK), ("The paper's tasks", PAPER)):
         print(f"{title}\n{'name':24}{'data':13}{'parameters':>13}{'batch':>7}{'heads':>7}")
         for name in names:
             task = get(name)
-            row = f"{name:24}{task.dataset:13}{_count(task):13,}{task.batch_size:7}"
-            print(f"{row}{task.heads or '':>7}")
+            size = sum(p.numel() for p in task.skeleton().parameters())
+            print(f"{name:24}{task.dataset:13}{size:13,}{task.batch_size:7}{task.heads or '':>7}")
         print()
     print(f"Any width and depth of these kinds: {', '.join(KINDS)}")
 
@@ -374,7 +369,7 @@ def _show(name: str) -> None:
     print(f"{task}\n\n{'parameter':32}{'shape':>20}  role     fan_in")
     for w in weights_of(task.skeleton()):
         print(f"{w.name:32}{tuple(w.param.shape)!s:>20}  {roles[w.name]:8} {w.fan_in}")
-    print(f"{_count(task):,} parameters")
+    print(f"{sum(p.numel() for p in task.skeleton().parameters()):,} parameters")
 
 
 def main() -> None:
@@ -383,16 +378,15 @@ def main() -> None:
     parser.add_argument("--data-dir", help="for downloads (default: $MULO_DATA, else ./data)")
     args = parser.parse_args()
     try:
-        if not args.words:
-            _list()
-        elif args.words[0] == "download" and len(args.words) == 2:
-            files.download(args.words[1], args.data_dir)
-        elif len(args.words) == 1 and args.words[0] != "download":
-            _show(args.words[0])
-        else:
-            parser.error("give a task's name, or: download DATASET")
-    except BrokenPipeError:  # `python tasks.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        match args.words:
+            case []:
+                _list()
+            case ["download", name]:
+                files.download(name, args.data_dir)
+            case [name] if name != "download":
+                _show(name)
+            case _:
+                parser.error("give a task's name, or: download DATASET")
     except (ValueError, OSError) as error:
         sys.exit(f"tasks.py: {error}")
 
