@@ -272,5 +272,5 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 # tasks.register("sines", build, Sines, loss, loss_bound=0.75)
 # ```
 #
-# `examples/own_task.py` does, for a regression. `python examples/own_task.py` meta-trains on it, and
+# `examples/own_task.py` does, for a regression. `python examples/own_task.py` meta-trains on it;
 # with `evaluate task sines_w64_d3 --who mulo_m adamw_default` it compares optimizers.
