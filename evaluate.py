@@ -524,7 +524,7 @@ def main() -> None:
         but = " without --fresh" if getattr(args, "fresh", False) else ""
         sys.exit(f"evaluate.py: stopped; finished nets are kept, the same command{but} goes on.")
     except (ValueError, OSError, RuntimeError) as error:
-        if tasks.registered():
+        if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise
         sys.exit(f"evaluate.py: {error}")
 

@@ -98,7 +98,7 @@ class Particles:
     """The nets of n antithetic pairs on one task, (2n, ...), all positive halves first."""
 
     def __init__(self, task: tasks.Task, recipe: Recipe, lo: LO, pairs: range, seed: int, data):
-        """`pairs` are the numbers of these pairs among the task's; each has a seed of its own."""
+        """`pairs`: the indices of these pairs among the task's pairs, for their seeds."""
         phi = parameters_to_vector(lo.parameters())
         n, device = len(pairs), phi.device
         self.task, self.recipe, self.lo, self.data = task, recipe, lo, data
@@ -458,8 +458,7 @@ def compare(run: Run, device: str) -> str:
     ax.plot(meta, color="0.7")
     ax.plot(range(len(meta) - len(smooth), len(meta)), smooth, "k")
     ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
-    change = f"{smooth[0]:.4g} -> {smooth[-1]:.4g}"
-    lines = [f"Meta-loss {change} in {run.seconds / 60:.1f} minutes."]
+    lines = [f"Meta-loss {smooth[0]:.3f} -> {smooth[-1]:.3f} in {run.seconds / 60:.1f} minutes."]
     for ax, width, nets in zip(axes, (max(r.widths), 8 * max(r.widths)), (3, 1), strict=True):
         task, seeds = f"{r.kind}_w{width}_d{r.depth}", tuple(range(9001, 9001 + nets))
         jobs = [Job(c, task, r.unroll, seeds=seeds, values=tuned.get(c.name)) for c in contenders]
@@ -523,9 +522,10 @@ def new_or_resumed(args: argparse.Namespace, device: str) -> Run:
             raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
         return Run(Trainer(r, new_lo(r, device)), out)
     run = Run.resume(args.resume, device, changes.pop("steps", None))
-    changes |= {"name": args.recipe, "scale": args.scale}
+    kept = vars(run.trainer.recipe) | {"out": args.resume}
+    changes |= {"name": args.recipe, "scale": args.scale, "out": args.out}
     for name, value in changes.items():
-        if value not in (None, getattr(run.trainer.recipe, name)):
+        if value not in (None, kept[name]):
             raise ValueError(f"a resumed run keeps its {name}: only --steps can change.")
     return run
 
@@ -551,7 +551,7 @@ def main(**defaults) -> None:
     except torch.OutOfMemoryError:
         sys.exit("metatrain.py: out of memory: use a smaller --micro-batch.")
     except (ValueError, OSError, FloatingPointError) as error:
-        if tasks.registered():  # of one's own code one needs the traceback
+        if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise
         sys.exit(f"metatrain.py: {error}")
     finally:

@@ -304,11 +304,6 @@ def register(
     KINDS[name] = Task("own", "own", (), None, batch_size, loss_bound=loss_bound, own=own)
 
 
-def registered() -> list[str]:
-    """The kinds that were registered."""
-    return [name for name, kind in KINDS.items() if kind.own]
-
-
 def get(name: str, **changes) -> Task:
     """The task of this name, such as in32_mlp_w128_d3 or resnet_w128, with some fields changed.
 

@@ -638,6 +638,7 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
         (["--resume", whole, "--pairs", 9], "a resumed run keeps its pairs: only --steps can chan"),
         (["--resume", whole, "--steps", 6], "is at step 6: give a larger --steps"),
         (["lo_m", "--resume", whole], "a resumed run keeps its name"),
+        (["--resume", whole, "--out", other], "a resumed run keeps its out"),
         (["--resume", tmp_path / "none"], "has no checkpoint that can be read"),
     ):
         assert reason in complaint(metatrain, *flags)
