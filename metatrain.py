@@ -244,16 +244,13 @@ class Trainer:
     def estimate(self, groups: list[Particles]) -> tuple[Tensor, Tensor, Tensor]:
         """Train a task's nets for a truncation. Returns sums over its pairs, which processes add:
         the meta-gradient (D,), the loss () and the number of diverged pairs ()."""
-        parts = [group.truncation(self.phi.detach()) for group in groups]
-        delta, began = (torch.cat([getattr(x, k) for x in parts], 1) for k in ("delta", "began"))
-        eps, xi = torch.cat([x.eps for x in parts]), torch.cat([group.xi for group in groups])
-        grad, xi = pes_gradient(delta, began, eps, xi, self.recipe.sigma)
-        sizes = [len(group.xi) for group in groups]
-        for group, part in zip(groups, xi.split(sizes), strict=True):
-            group.xi = part
-        loss = sum(x.loss * size for x, size in zip(parts, sizes, strict=True))
-        diverged = torch.tensor(sum(x.diverged for x in parts), device=grad.device)
-        return grad * len(xi), loss, diverged
+        sums = []
+        for group in groups:
+            x, n = group.truncation(self.phi.detach()), len(group.xi)
+            grad, group.xi = pes_gradient(x.delta, x.began, x.eps, group.xi, self.recipe.sigma)
+            sums.append((grad * n, x.loss * n, grad.new_full((), x.diverged)))
+        grads, losses, diverged = zip(*sums, strict=True)
+        return sum(grads), sum(losses), sum(diverged)
 
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
@@ -293,13 +290,9 @@ class Trainer:
         return self.lo
 
     def state_dict(self) -> dict:
-        return {
-            "recipe": dataclasses.asdict(self.recipe),
-            "step": self.step,
-            "phi": self.phi.detach(),
-            "adamw": self.adamw.state_dict(),
-            "particles": [[group.state_dict() for group in groups] for groups in self.particles],
-        }
+        particles = [[group.state_dict() for group in groups] for groups in self.particles]
+        mine = {"step": self.step, "phi": self.phi.detach(), "adamw": self.adamw.state_dict()}
+        return mine | {"recipe": dataclasses.asdict(self.recipe), "particles": particles}
 
     def load_state_dict(self, saved: dict) -> None:
         for groups, parts in zip(self.particles, saved["particles"], strict=True):
