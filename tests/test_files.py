@@ -164,7 +164,7 @@ def test_imagenet_refuses_what_is_not_an_npz(tmp_path, content):
 
 
 def test_text_refuses(tmp_path):
-    path = put(tmp_path / "some.txt", b"short")
+    path = put(tmp_path / "a.txt", b"short")
     with refused("5 tokens are too few for seq_len=64: get more text"):
         datasets.load(f"text:{path}")
     with pytest.raises(FileNotFoundError, match=r"lacks nothing.txt: put any text there"):
@@ -195,7 +195,7 @@ def fake_sentencepiece(monkeypatch):
 def test_lm1b_rows_are_sentences_cropped_or_padded(tmp_path, fake_sentencepiece):
     lm1b(tmp_path, "abc\nabcdefgh\n\nx\nab\u2028d\r")  # only \n ends a sentence
     lm1b(tmp_path, "held\nout\n", split="heldout")
-    put(tmp_path / "lm1b/some.model", b"\x00")
+    put(tmp_path / "lm1b/a.model", b"\x00")
     d = datasets.load("lm1b", tmp_path, seq_len=4)
     rows = [[97, 98, 99, -1, -1], [97, 98, 99, 100, 101], [120, -1, -1, -1, -1]]
     assert d.data.tolist() == [*rows, [97, 98, 0x2028, 100, 13]]
@@ -209,7 +209,7 @@ def test_lm1b_rows_are_sentences_cropped_or_padded(tmp_path, fake_sentencepiece)
 
 def test_lm1b_is_tokenized_once(tmp_path, fake_sentencepiece):
     lm1b(tmp_path, "abc\nab\n")
-    model = put(tmp_path / "lm1b/some.model", b"\x01")
+    model = put(tmp_path / "lm1b/a.model", b"\x01")
     for _ in range(2):
         d = datasets.load("lm1b", tmp_path, seq_len=2)
         assert d.data.tolist() == [[98, 99, 100], [98, 99, -1]]
@@ -223,7 +223,7 @@ def test_lm1b_without_its_parts(tmp_path, monkeypatch):
     lm1b(tmp_path, "a b\n")
     with pytest.raises(FileNotFoundError, match=r"0 files \*.model: put one sentencepiece"):
         datasets.load("lm1b", tmp_path)
-    put(tmp_path / "lm1b/some.model", b"")
+    put(tmp_path / "lm1b/a.model", b"")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ImportError, match="pip install sentencepiece"):
         datasets.load("lm1b", tmp_path)
@@ -266,8 +266,8 @@ def test_download_and_load(server, tmp_path, monkeypatch):
     files.download("cifar10", tmp_path)
     assert len(datasets.load("cifar10", tmp_path)) == 10
     for part, n in (("train", 3), ("t10k", 2)):
-        for what, content in (("images-idx3", bytes(16 + 784 * n)), ("labels-idx1", bytes(8 + n))):
-            name = f"{part}-{what}-ubyte"
+        for name, content in (("images-idx3", bytes(16 + 784 * n)), ("labels-idx1", bytes(8 + n))):
+            name = f"{part}-{name}-ubyte"
             monkeypatch.setitem(files.SHA256, name, hashlib.sha256(content).hexdigest())
             server.files[f"{name}.gz"] = gzip.compress(content)
     files.download("fashion", tmp_path)
@@ -289,5 +289,5 @@ def test_download_tells_what_is_wrong(server, tmp_path, complaint):
         files.download("lm1b", tmp_path)
     with refused("'cifar' cannot be downloaded from here: use cifar10 or fashion"):
         files.download("cifar", tmp_path)
-    said = complaint(tasks, "download", "imagenet32", "--data-dir", tmp_path)
-    assert said.splitlines()[-1].endswith("https://image-net.org/download-images there.")
+    output = complaint(tasks, "download", "imagenet32", "--data-dir", tmp_path)
+    assert output.splitlines()[-1].endswith("https://image-net.org/download-images there.")

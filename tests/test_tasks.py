@@ -307,12 +307,12 @@ def test_coordinate_check_with_adam(kind):
 
 
 def test_command_line(monkeypatch, capsys, complaint):
-    def said(*args):
+    def run(*args):
         monkeypatch.setattr(sys, "argv", ["tasks.py", *args])
         tasks.main()
         return capsys.readouterr().out
 
-    listed, shown = said(), said("c10_mlp_w96_d5")
+    listed, shown = run(), run("c10_mlp_w96_d5")
     assert all(name in listed for name in (*tasks.PAPER, *tasks.DESK))
     assert "layers.3.weight" in shown
     assert "hidden" in shown
@@ -369,7 +369,7 @@ def test_cross_entropy_is_the_default(no_kinds):
     torch.testing.assert_close(task.losses(params, batch), known.losses(params, batch))
 
 
-WRONG = {  # what is replaced in the example, by what: the error
+WRONG = {  # text of the example, its replacement: the error
     ('"sines"', '"vit"'): "'vit' cannot be registered: use letters, and none of in32_mlp, ",
     ('"sines"', '"my sines"'): "'my sines' cannot be registered",
     (", loss_bound=0.75", ""): "sines has no classes: give tasks.register a loss_bound",
