@@ -456,12 +456,12 @@ def compare(run: Run, device: str) -> str:
         task, seeds = f"{r.kind}_w{width}_d{r.depth}", tuple(range(9001, 9001 + nets))
         jobs = [Job(c, task, r.unroll, seeds=seeds, values=tuned.get(c.name)) for c in contenders]
         results.run(jobs, f"comparison at width {width}")
+        curves = [results.losses(job) for job in jobs]  # (windows of the run, nets) each
         final = []
-        for job, label in zip(jobs, labels, strict=True):
-            losses = results.losses(job)  # (windows of the run, nets)
+        for losses, label in zip(curves, labels, strict=True):
             ax.plot(torch.linspace(0, r.unroll, len(losses) + 1)[1:], losses.mean(1), label=label)
             final.append(f"{label} {training.final_loss(losses).mean():.4g}")
-        ax.set(xlabel="step", ylabel="loss", title=task, ylim=(0, tasks.get(task).loss_bound))
+        ax.set(xlabel="step", ylabel="loss", title=task, ylim=(0, 1.1 * float(curves[0][0].mean())))
         ax.legend()
         lines.append(f"Final loss at width {width}: {', '.join(final)}.")
     checkpoints.write_atomically(run.out / "picture.png", lambda f: fig.savefig(f, dpi=120))

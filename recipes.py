@@ -159,7 +159,7 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each `number` of Recipe; --help shows mulo_m's values at both scales."""
     group = parser.add_argument_group("numbers of the recipe, to override (shown: mulo_m's)")
-    at_scale = {scale: vars(recipe("mulo_m", scale)) for scale in SCALES}
+    at_scale = [vars(recipe("mulo_m", scale)) for scale in SCALES]
     for field in dataclasses.fields(Recipe):
         if meaning := field.metadata.get("help"):
             several = isinstance(field.default, tuple)
@@ -167,9 +167,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
             options |= {"nargs": "+"} if several else {}
             options = {"action": "store_true", "default": None} if kind is bool else options
-            values = (f"{scale} {values[field.name]}" for scale, values in at_scale.items())
+            values = [str(numbers[field.name]).strip("()") for numbers in at_scale]
+            text = values[0] if values[0] == values[1] else f"desk: {values[0]}; paper: {values[1]}"
             flag = f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, help=f"{meaning} ({', '.join(values)})", **options)
+            group.add_argument(flag, help=f"{meaning} ({text or 'none'})", **options)
 
 
 def changes(args: argparse.Namespace) -> dict:
