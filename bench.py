@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 import mulo
-from mulo import kernels, metatrain, tasks
+from mulo import kernels, metatrain, recipes, tasks
 from mulo.checkpoints import write_atomically
 
 PAGE = Path(__file__).with_name("BENCHMARKS.md")
@@ -239,8 +239,8 @@ def bench_many(repeats: int, device: str) -> list[Table]:
 def bench_metatrain(repeats: int, device: str) -> list[Table]:
     trainers = {}
     for backend in ("kernel", "folded"):
-        recipe = metatrain.recipe("mulo_m", backend=backend)
-        trainers[backend] = metatrain.Trainer(recipe, metatrain.new_lo(recipe))
+        recipe = recipes.recipe("mulo_m", backend=backend)
+        trainers[backend] = metatrain.Trainer(recipe, recipes.new_lo(recipe))
     best = race({name: t.advance for name, t in trainers.items()}, max(2, repeats // 5))
     rows = {name: [1 / took, best["folded"] / took] for name, took in best.items()}
     return [Table("mulo_m at desk scale, an outer step", ["outer steps/s", "x folded"], rows)]

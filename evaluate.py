@@ -6,7 +6,6 @@
     python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw muadam
     python evaluate.py width                             # one of the paper's claims; see --help
     python evaluate.py all                               # all of them, and RESULTS.md
-    python evaluate.py all --scale paper --dry-run       # their jobs; estimated memory and hours
 
     job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
     losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
@@ -43,7 +42,7 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 import mulo
-from mulo import checkpoints, estimate, kernels, metatrain, roles, tasks, training
+from mulo import checkpoints, kernels, recipes, roles, tasks, training
 from mulo.checkpoints import write_atomically
 from mulo.optimizees import datasets
 from mulo.paper import baselines
@@ -228,12 +227,10 @@ def pre_activations(task: tasks.Task, theta: training.Theta, x: Tensor) -> dict[
 # ---------------------------------------------------------------- kept results
 
 
-def _prepare_process(files: Iterable[str] = ()) -> None:
+def _prepare_process() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # nets that a bad optimizer killed are full of them, and slow
     training.keep_freed_memory()
-    for file in files:  # of registered tasks: a new process does not know them
-        tasks.load_file(file)
 
 
 def _rough_cost(job) -> int:
@@ -314,9 +311,7 @@ class Results:
         yield from tqdm(done, desc, len(jobs), disable=not jobs)
 
     def _in_processes(self, jobs: list) -> Iterator[tuple]:
-        with ProcessPoolExecutor(
-            self.processes, get_context("spawn"), _prepare_process, (list(tasks.FILES),)
-        ) as pool:
+        with ProcessPoolExecutor(self.processes, get_context("spawn"), _prepare_process) as pool:
             started = {pool.submit(job.run, *self.how): job for job in jobs}
             try:
                 for future in as_completed(started):
@@ -364,7 +359,7 @@ class Results:
 
 
 def _tune(args: argparse.Namespace) -> None:
-    r = metatrain.recipe("mulo_m", args.scale)
+    r = recipes.recipe("mulo_m", args.scale)
     task = f"{args.kind}_w{args.width or max(r.widths)}_d{args.depth}"
     steps, seeds = args.steps or r.unroll, tuple(range(args.seeds))
     for which, label in BASELINES.items():
@@ -421,14 +416,11 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _claims(args: argparse.Namespace) -> None:
     """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from mulo.paper import claims, plan, report
+    from mulo.paper import claims, report
 
     suite = claims.SUITES[args.scale]
     suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
     names = claims.EXPERIMENTS if args.command == "all" else [args.command]
-    if args.dry_run:
-        card, how = estimate.card(args.card), {"fresh": args.fresh, "at_once": args.at_once}
-        return print(plan.report(names, suite, args.out, card, **how))
     results = Results(args.out, args.device, args.processes, args.fresh, args.backend, args.at_once)
     page = Path("RESULTS.md") if args.out == Path("results") else args.out / "RESULTS.md"
     for name in names:
@@ -445,9 +437,8 @@ def _complete(args: argparse.Namespace) -> None:
     counts = [getattr(args, k, None) for k in ("seeds", "steps", "width", "processes", "at_once")]
     if any(n is not None and n < 1 for n in counts):
         raise ValueError("--seeds, --steps, --width, --processes, --at-once must be 1 or more.")
-    if not getattr(args, "dry_run", False):
-        args.device, sentence = kernels.pick_device(args.device)
-        print(sentence)
+    args.device, sentence = kernels.pick_device(args.device)
+    print(sentence)
     if "processes" in args:
         args.processes = args.processes or (os.cpu_count() if args.device == "cpu" else 1)
         scale = getattr(args, "scale", "desk")
@@ -457,11 +448,11 @@ def _complete(args: argparse.Namespace) -> None:
 ARGUMENTS = {
     "kind": dict(help="of task, such as fashion8_mlp, or a file that registers one"),
     "files": dict(type=Path, nargs="+", help="lo.pt of runs"),
-    "name": dict(choices=metatrain.RECIPES, help="of the recipe"),
+    "name": dict(choices=recipes.RECIPES, help="of the recipe"),
     "folders": dict(type=Path, nargs="+", help="of runs"),
     "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3 or my_task.py_w256_d3"),
     "--scale": dict(
-        choices=metatrain.SCALES,
+        choices=recipes.SCALES,
         default="desk",
         help="tasks and lengths for a laptop (desk, the default) or the paper's",
     ),
@@ -486,10 +477,6 @@ ARGUMENTS = {
     "--at-once": dict(
         type=int, help="nets trained side by side; fewer take less memory (default: all)"
     ),
-    "--dry-run": dict(
-        action="store_true", help="list the jobs and estimate memory and time on a GPU"
-    ),
-    "--card": dict(default="a6000", help="for --dry-run: a6000, a100, or GB/s,TFLOP/s"),
     "--device": dict(default="auto", help=kernels.DEVICE_HELP),
     "--backend": dict(
         default="auto", choices=kernels.BACKENDS, help="that runs the step of a learned optimizer"
@@ -516,7 +503,7 @@ def _parser() -> argparse.ArgumentParser:
     tune += "--device"
     task = "tasks --steps --seeds --schedule --test --who --out --fresh --processes --device "
     task += "--backend"
-    claim = "--scale --who --out --fresh --processes --at-once --device --backend --dry-run --card"
+    claim = "--scale --who --out --fresh --processes --at-once --device --backend"
     add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
     add("validate", _validate, "final losses on the validation tasks", "files --device")
     add("choose", _choose, "the best of several runs into weights/", "name folders --device")
@@ -537,7 +524,7 @@ def main() -> None:
         but = " without --fresh" if getattr(args, "fresh", False) else ""
         sys.exit(f"evaluate.py: stopped; finished nets are kept, the same command{but} goes on.")
     except (ValueError, OSError, RuntimeError) as error:
-        if tasks.in_own_file(error):
+        if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise
         sys.exit(f"evaluate.py: {error}")
 

@@ -1,17 +1,19 @@
-"""Meta-train a learned optimizer by Persistent Evolution Strategies (PES): recipes, runs, resume.
+"""Meta-train a learned optimizer by Persistent Evolution Strategies (PES).
 
     python metatrain.py                         # mulo_m at desk scale: minutes on a laptop
     python metatrain.py lo_m --seed 1           # the same recipe in standard parametrization
-    python metatrain.py mulo_x                  # on a mixture of tasks and families
-    python metatrain.py --mixture fashion8_mlp_w32_d3 teachera_mlp_w16_d2_b32     # your own
     python metatrain.py mulo_m --scale paper --device cuda     # the paper's recipe, on one GPU
-    python metatrain.py mulo_m --scale paper --dry-run         # memory and time on a GPU, estimated
-    torchrun --nproc-per-node 2 metatrain.py    # the perturbations split over processes
-    python metatrain.py --resume runs/mulo_m_desk_seed0        # go on where a run stopped
-    python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 800    # and further than planned
+    torchrun --nproc-per-node 2 metatrain.py    # split the perturbations over processes
+    python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 1600   # continue, and extend, a run
 
-Paper: appendix C. `pes.py` has the estimator, the nets in training and the outer step; here are the
-recipes and what makes them runs: a folder with log.csv, the last checkpoints, lo.pt and a picture.
+Paper: eq. 1 (the meta-objective), section 2 and appendix C. Pairs of nets are trained side by side
+with phi + eps and phi - eps for a few steps at a time (a truncation). Each pair keeps xi, the sum
+of its past perturbations, which removes the bias of truncation. The two halves of a pair share
+initial weights, batches and length. All of these follow from the pair's own seed, so the result
+does not depend on how pairs are split over micro-batches or processes.
+
+In this order: the estimator, the nets in training, the outer step, a run and its folder, the
+comparison that ends it, the command. `recipes.py` has the numbers, `training.py` the inner step.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import math
 import os
 import shlex
 import signal
@@ -26,342 +29,451 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import mulo
-from mulo import checkpoints, estimate, kernels, pes, roles, tasks, training
-from mulo.pes import Trainer, pes_gradient
+from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
+from mulo.evaluate import Contender, Job, Results, contender
+from mulo.features import Phi
+from mulo.paper.baselines import BASELINES, Tuning, best
+from mulo.recipes import RECIPES, SCALES, Recipe, new_lo, recipe
 
-__all__ = ["RECIPES", "Recipe", "Run", "Trainer", "pes_gradient", "recipe"]
-
-SCALES = ("desk", "paper")
-
-
-def number(default: float, meaning: str):
-    """A field of Recipe that is a flag too; --help prints its meaning."""
-    return dataclasses.field(default=default, metadata={"help": meaning})
+# ---------------------------------------------------------------- the estimator
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """All numbers of a run. Defaults are the paper's (appendix C); DESK is what a laptop can do."""
+def pes_gradient(
+    delta: Tensor,  # (steps, n): loss of the positive less that of the negative half of a pair
+    began: Tensor,  # (steps, n) bool: the step belongs to an unroll that began in this truncation
+    eps: Tensor,  # (n, D): this truncation's perturbations
+    xi: Tensor,  # (n, D): those of the unroll's earlier truncations, summed
+    sigma: float,
+) -> tuple[Tensor, Tensor]:
+    """The PES meta-gradient (D,) and the new xi.
 
-    name: str = "mulo_m"
-    scale: str = "paper"
-    seed: int = number(0, "of all random numbers of the run")
-    net: str = "small_fc"  # or "velo"
-    mup: bool = True
-    start: str = ""  # a learned optimizer to start from, in place of random weights
-    only: tuple[str, ...] = ()  # names of the weights that are meta-trained; (): all
-    kind: str = "in32_mlp"  # of task, or the path of a file; widths and depth complete its name
-    widths: tuple[int, ...] = (128, 512, 1024)
-    depth: int = number(3, "layers of the nets in training")
-    batch_size: int = number(4096, "examples per inner step")
-    mixture: tuple[str, ...] = ()  # names of tasks, in place of the four above
-    per_step: int = number(0, "tasks that an outer step unrolls, in turn, 0 for all")
-    hidden_size: int = number(32, "of the learned optimizer's MLP; the authors' is 32, VeLO's 4")
-    lstm_hidden: int = number(128, "VeLO: size of the LSTM")
-    param_inits: int = number(64, "VeLO: size of the bank of MLPs")
-    # VeLO's factor RMS(W) on the update. DIVERGES: off in SP too, or output layers, which are 0 at
-    # first, never move; μP rules it out.
-    param_scale_mult: bool = False
-    eps: str = "reference"  # or "relative", "fan_in": see features.Eps
-    eps_rms: float = number(1e-5, "epsilon in the normaliser of the features")
-    anneal: float = number(0.0, "beyond the unroll, updates shrink as (unroll / t)^N")
-    input_base: float = number(0.0, "input size of the input rule (see README), 0 for off")
-    by_channels: bool = False  # the channel rule
-    multipliers: bool = False  # learned factors by kind of tensor: see mulo.LOConfig
-    lam1: float = number(0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO")
-    pairs: int = number(8, "antithetic pairs of perturbations per task")
-    micro_batch: int = number(4, "pairs that advance at a time: less memory, the same result")
-    sigma: float = number(0.01, "standard deviation of the perturbations")
-    unroll: int = number(1000, "inner steps of the longest unroll")
-    shortest: int = number(100, "inner steps of the shortest unroll; lengths are log-uniform")
-    truncation: int = number(50, "inner steps per outer step")
-    late: float = number(0.0, "weight of late losses: 0 is the mean, 1 favours the last")
-    cosine: float = number(0.0, "share of the pairs whose nets train under the cosine schedule")
-    steps: int = number(5000, "outer steps")
-    warmup: int = number(100, "outer steps over which the outer learning rate rises")
-    lr: float = number(3e-3, "outer learning rate after the warm-up")
-    lr_end: float = number(1e-3, "outer learning rate at the end")
-    weight_decay: float = number(1e-4, "of the outer AdamW")
-    # DIVERGES: the reference clips the update.
-    clip: float = number(1.0, "largest norm of the meta-gradient")
-    backend: str = "auto"  # of the learned optimizer's step: see mulo.MuLO
-    tf32: bool = False  # matrix products of the nets in TF32, never the optimizer's
-
-    def __post_init__(self):
-        counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
-        for name in ("sigma", "lr", "lr_end", "clip"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}.")
-        if min(self.widths, default=0) < 1 or self.warmup < 0:
-            raise ValueError(
-                f"widths must be 1 or more, warmup 0 or more, not {self.widths} and {self.warmup}."
-            )
-        if not 0 <= self.seed < 10**9:
-            raise ValueError(f"seed must be between 0 and 999,999,999, not {self.seed}.")
-        if self.shortest > self.unroll:
-            raise ValueError(f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it.")
-
-    def tasks(self) -> list[tasks.Task]:
-        if self.mixture:
-            return [tasks.get(name) for name in self.mixture]
-        names = (f"{self.kind}_w{width}_d{self.depth}" for width in self.widths)
-        return [tasks.get(name, batch_size=self.batch_size) for name in names]
-
-
-# Found to be dependable at this size: a larger sigma, unrolls of one length, and small batches,
-# whose noise teaches the optimizer to average gradients.
-DESK = {
-    "scale": "desk", "kind": "fashion8_mlp", "widths": (16, 32, 64), "batch_size": 16,
-    "hidden_size": 8, "sigma": 0.05, "unroll": 500, "shortest": 500, "truncation": 25,
-    "steps": 800, "warmup": 50, "lr": 3e-3, "lr_end": 3e-4, "micro_batch": 8, "anneal": 0.5,
-}  # fmt: skip
-SP = {"mup": False, "lam1": 0.001}
-VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
-DESK_VELO = {  # a bank of 256, as in the authors' VeLO: small ones make large MLPs, and noise
-    "lstm_hidden": 16, "param_inits": 256, "sigma": 0.02, "lr": 4e-3, "lr_end": 4e-4, "steps": 500,
-    "anneal": 0.0,
-}  # fmt: skip
-DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: 0.001 kills SP nets before PES sees why
-MIXTURE = (  # small images, teachers and, for the learned multipliers, other families
-    "fashion8_mlp_w32_d3", "fashion_conv_w16_d3_b16", "teachera_mlp_w32_d3_b32",
-    "fashion14_mlp_w48_d2_b32", "pixels_lm_w24_d2_b4", "teacherb_mlp_w48_d2",
-    "fashion8_mlp_w64_d5_b16", "fashion_vit_w24_d2_b4", "teacherc_mlp_w16_d3",
-    "fashion_mlp_w24_d4", "teacherb_mlp_w16_d4_b16",
-)  # fmt: skip
-GENERAL = {
-    "start": "mulo_m", "only": ("multipliers",), "mixture": MIXTURE, "per_step": 4, "late": 0.5,
-    "cosine": 0.5, "input_base": 64.0, "by_channels": True, "multipliers": True, "unroll": 1000,
-    "shortest": 200, "steps": 250, "warmup": 10, "sigma": 0.1, "lr": 2e-2, "lr_end": 1e-3,
-    "weight_decay": 0.0,
-}  # fmt: skip
-RECIPES = {
-    "mulo_s": {},
-    "mulo_m": {},
-    "muvelo_m": VELO,
-    "lo_s": SP,
-    "lo_m": SP,
-    "velo_m": VELO | SP,
-    "mulo_x": GENERAL,
-}
-
-
-def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
-    """A named recipe; an `_s` optimizer sees only the narrowest of the three widths."""
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}: use one of {', '.join(RECIPES)}.")
-    if scale not in SCALES:
-        raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.")
-    if "mixture" in RECIPES[name] and scale != "desk":
-        raise ValueError(f"{name} is not in the paper: leave --scale out.")
-    fields = {"name": name} | (DESK if scale == "desk" else {}) | RECIPES[name]
-    if scale == "desk" and fields.get("net") == "velo":
-        fields |= DESK_VELO if fields.get("mup", True) else DESK_VELO | DESK_VELO_SP
-    if name.endswith("_s"):
-        fields["widths"] = fields.get("widths", Recipe.widths)[:1]
-    r = Recipe(**(fields | changes))
-    if not r.mup or "input_base" in fields | changes:
-        return r
-    return dataclasses.replace(r, by_channels=True, input_base=input_size(r.tasks()[0]))
-
-
-def input_size(task: tasks.Task) -> float:
-    """The fan_in of a task's first input layer, the base of the input rule; 0 if there is none."""
-    weights = ((w, task.roles()[w.name]) for w in roles.weights_of(task.skeleton()))
-    return next((float(w.fan_in) for w, role in weights if roles.kind_of(w, role) == "input"), 0.0)
-
-
-def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
-    """The learned optimizer that a run starts from."""
-    config = {
-        f.name: getattr(r, f.name) for f in dataclasses.fields(mulo.LOConfig) if hasattr(r, f.name)
-    }
-    config |= {"input_base": r.input_base or None}
-    config |= {"t_max": float(r.unroll)} if r.net == "small_fc" else {}
-    lo = mulo.NETS[r.net](mulo.LOConfig(**config), torch.Generator().manual_seed(r.seed))
-    if r.start:
-        try:
-            lo.load_state_dict(lo.state_dict() | mulo.load(r.start).state_dict())
-        except RuntimeError:
-            raise ValueError(f"{r.start} has other sizes: give it the recipe's net.") from None
-    return lo.to(device)
-
-
-class Run:
-    """A trainer with a folder: log.csv, the last checkpoints, and lo.pt at the end.
-
-    Of several processes each keeps its own nets' checkpoints; the first also writes the rest.
+    mean over pairs of (sum_old delta (xi + eps) + sum_new delta eps) / (2 sigma^2 steps). Losses of
+    an unroll that is still running depend on all its perturbations, those of a new one on eps
+    alone. Losses are clipped before, so a net that diverged counts at the bound; a pair whose
+    difference is still not finite is left out. DIVERGES: in the reference code an unroll's last
+    loss counts as the next one's, and a NaN makes the whole gradient 0.
     """
+    good = delta.isfinite().all(0)  # (n,)
+    delta = torch.where(good, delta, 0) * (1 / len(delta))
+    old, new = (delta * ~began).sum(0), (delta * began).sum(0)  # (n,)
+    new_xi = xi + eps
+    grad = (old.unsqueeze(1) * new_xi + new.unsqueeze(1) * eps).sum(0)
+    grad = grad / (2 * sigma**2 * good.sum().clamp_min(1))
+    return grad, torch.where(began[-1].unsqueeze(1), eps, new_xi)
 
-    KEEP = 3  # checkpoints: the last may be damaged, or processes may be killed as they write it
-    HISTORY = ("rows", "seconds", "command", "commit")
 
-    def __init__(self, trainer: Trainer, out: Path):
-        self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
-        self.stop = False  # set by Ctrl-C
-        self.command, self.commit = shlex.join(["python", *sys.argv]), commit()
-        out.mkdir(parents=True, exist_ok=True)
-        for half_written in out.glob(".checkpoint_*"):  # by a process that was killed
-            half_written.unlink(missing_ok=True)
+# ---------------------------------------------------------------- the nets in training
 
-    @staticmethod
-    def checkpoints(out: Path, rank: int = 0) -> dict[int, Path]:
-        """The checkpoints of one process by their step, oldest first."""
-        paths = sorted(out.glob(f"checkpoint_{'[0-9]' * 6}{_suffix(rank)}"))
-        return {int(path.name.removeprefix("checkpoint_")[:6]): path for path in paths}
 
-    def save(self) -> None:
-        """Checkpoint and log, each written whole and renamed."""
-        state = self.trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}
-        rank = self.trainer.rank
-        buffer = io.BytesIO()  # torch.save to a full disk fails with an error of its own
-        torch.save(state, buffer)
-        path = self.out / f"checkpoint_{self.trainer.step:06}{_suffix(rank)}"
-        checkpoints.write_atomically(path, buffer.getbuffer())
-        for old in list(self.checkpoints(self.out, rank).values())[: -self.KEEP]:
-            old.unlink()
-        if rank == 0:
-            lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
-            checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
+class Truncation(NamedTuple):
+    """What n pairs give in one truncation: the inputs of `pes_gradient`, and two for the log."""
 
-    @classmethod
-    def resume(cls, out: Path, device: str) -> Run:
-        """Continue from the newest checkpoint that can be read, by every process."""
-        rank, world = pes.rank_and_world()
-        made_by = 1 + len({f.name.split(".")[1] for f in out.glob("checkpoint_*.rank*.pt")})
-        if made_by != world:
-            raise ValueError(
-                f"the run was split over {made_by} process(es), not {world}: resume it with "
-                f"{launcher(made_by)} metatrain.py."
-            )
-        paths = cls.checkpoints(out, rank)
-        for step in sorted(set.intersection(*of_all_processes(set(paths))), reverse=True):
-            try:
-                state = checkpoints.read(paths[step])
-            except ValueError as error:
-                print(f"{error} Trying the checkpoint before.", file=sys.stderr)
-                state = None
-            if all(of_all_processes(state is not None)):
-                break
-        else:
-            fix = "give the folder of a run, or start anew"
-            raise FileNotFoundError(f"no checkpoint that can be read in {out}: {fix}.")
-        if state.get("recipe", {}).keys() != {f.name for f in dataclasses.fields(Recipe)}:
-            raise ValueError(
-                f"the run in {out} was made by other code ({state.get('commit')}): resume it with "
-                "that, or start anew."
-            )
-        r = Recipe(**state["recipe"])
-        run = cls(Trainer(r, new_lo(r, device)), out)
-        run.trainer.load_state_dict(state)
-        for name in cls.HISTORY:
-            setattr(run, name, state[name])
-        return run
+    delta: Tensor  # (steps, n)
+    began: Tensor  # (steps, n) bool
+    eps: Tensor  # (n, D)
+    loss: Tensor  # (): the mean clipped loss
+    diverged: int  # number of pairs
 
-    def extend(self, steps: int) -> None:
-        """End at `steps` outer steps; the cosine of the outer rate is stretched to that end."""
-        trainer, before = self.trainer, self.trainer.rate()
-        if steps <= trainer.step:
-            raise ValueError(
-                f"the run in {self.out} is at step {trainer.step}: give --steps more than that."
-            )
-        planned = trainer.recipe.steps
-        trainer.recipe = dataclasses.replace(trainer.recipe, steps=steps)
-        more = ["python", "metatrain.py", "--resume", str(self.out), "--steps", str(steps)]
-        self.command += f" && {shlex.join(more)}"
-        if trainer.rank == 0:
-            print(
-                f"{steps} steps in place of {planned}: the cosine of the outer rate is stretched "
-                f"to the new end, so at step {trainer.step} it is {trainer.rate():.2g} in place "
-                f"of {before:.2g}, and {trainer.recipe.lr_end:.2g} at the end."
-            )
 
-    def train(self, minutes: float) -> None:
-        """Train to the end with a checkpoint every `minutes` (0: after every step).
+def unflatten(phi: Tensor, like: LO) -> Phi:
+    """Vectors of weights (P, D) as the stacked dict that a learned optimizer takes."""
+    parts = phi.split([w.numel() for w in like.parameters()], 1)
+    pairs = zip(like.named_parameters(), parts, strict=True)
+    return {name: part.unflatten(1, w.shape) for (name, w), part in pairs}
 
-        Ctrl-C stops after the current step, so the checkpoint is consistent.
+
+class Particles:
+    """The nets of n antithetic pairs on one task, (2n, ...), all positive halves first."""
+
+    def __init__(self, task: tasks.Task, recipe: Recipe, lo: LO, pairs: range, seed: int, data):
+        """`pairs`: the indices of these pairs among the task's pairs, for their seeds."""
+        phi = parameters_to_vector(lo.parameters())
+        n, device = len(pairs), phi.device
+        self.task, self.recipe, self.lo, self.data = task, recipe, lo, data
+        self.opt = training.Learned(lo.config, task, device, recipe.backend)
+        # Generators are on the CPU for every device, so that a GPU draws the same numbers.
+        self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
+        self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all begin an unroll
+        self.scheduled = torch.tensor([k < recipe.cosine * recipe.pairs for k in pairs])
+        self.xi = torch.zeros(n, len(phi), device=device)
+        shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
+        self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
+        lengths = torch.full((2 * n,), float(recipe.unroll))
+        self.state = self.opt.init(self.theta, unflatten(phi.unsqueeze(0), lo), lengths)
+
+    def truncation(self, phi: Tensor) -> Truncation:
+        """Train all nets for a truncation with phi + eps and phi - eps, eps drawn for each pair.
+
+        DIVERGES: pairs that diverge begin a new unroll, at the next step on a CPU and at the next
+        truncation on a GPU; in the reference they stay at the bound to the end.
         """
-        trainer, before = self.trainer, signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, lambda *_: setattr(self, "stop", True))
-        try:
-            self._train(minutes)
-        finally:
-            signal.signal(signal.SIGINT, before)
-        if trainer.step < trainer.recipe.steps:
-            raise KeyboardInterrupt
-        if trainer.rank == 0:
-            about = {"recipe": dataclasses.asdict(trainer.recipe), "command": self.command}
-            about |= {"commit": self.commit, "minutes": self.seconds / 60}
-            about["meta_loss"] = mean_loss(self.rows[-20:])
-            mulo.save(trainer.result(), self.out / "lo.pt", **about)
+        n, device, bound = len(self.t), phi.device, self.task.loss_bound
+        noise = torch.stack([torch.randn(len(phi), generator=g) for g in self.generators])
+        eps = self.recipe.sigma * features.send(noise, device)
+        phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
+        weights = self.opt.prepare(phis)
+        began, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
+        loss_sum, num_diverged, diverged = 0.0, 0, torch.zeros(n, dtype=torch.bool, device=device)
+        for k in range(self.recipe.truncation):
+            finished = self.t >= self.length
+            if finished.any():
+                self.restart(finished, phis)
+                diverged &= ~features.send(finished, device)
+                began = began | finished  # not |=: `flags` holds the old tensor
+            losses = self.inner_step(weights)
+            finite = losses.isfinite()
+            clipped = torch.where(finite, losses, bound).clamp(0, bound)
+            deltas.append(clipped[:n] - clipped[n:])
+            flags.append(began)
+            loss_sum += clipped.mean()
+            self.t += 1
+            diverged |= ~finite.view(2, n).all(0)
+            if device.type == "cpu" or k == self.recipe.truncation - 1:  # reading it syncs a GPU
+                ends = diverged.cpu()
+                self.length = torch.where(ends, self.t, self.length)
+                num_diverged += int(ends.sum())
+                diverged.zero_()
+        began, loss = torch.stack(flags).to(device), loss_sum / self.recipe.truncation
+        return Truncation(torch.stack(deltas), began, eps, loss, num_diverged)
 
-    def _train(self, minutes: float) -> None:
-        trainer, r = self.trainer, self.trainer.recipe
-        inner = r.truncation * (r.per_step or len(trainer.tasks)) * 2 * r.pairs
-        how = {"initial": trainer.step, "desc": r.name, "disable": trainer.rank > 0}
-        with tqdm(total=r.steps, unit="step", **how) as bar:
-            stop, saved = False, time.monotonic()
-            while trainer.step < r.steps and not stop:
-                start = time.monotonic()
-                self.rows.append(trainer.advance())
-                now = time.monotonic()
-                self.seconds += now - start
-                bar.update()
-                speed = f"{inner / (now - start):,.0f}/s"
-                bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}", inner=speed)
-                wishes = of_all_processes((self.stop, now - saved >= 60 * minutes))
-                stop, save = map(any, zip(*wishes, strict=True))
-                over = stop or trainer.step == r.steps
-                if save or over:
-                    saved = now
-                    try:
-                        self.save()
-                    except OSError as error:  # a full disk: what was saved before is still there
-                        bar.write(f"checkpoint not saved ({error}): make room.")
-                        if over:
-                            raise
+    def inner_step(self, weights) -> Tensor:
+        """One step of every net; the losses before it, (2n,)."""
+        device, lr = self.xi.device, 1.0
+        t = features.send(torch.cat([self.t, self.t]), device)
+        if self.recipe.cosine:
+            lr = torch.where(self.scheduled, training.cosine(self.t / self.length), 1.0)
+            lr = features.send(torch.cat([lr, lr]), device).unsqueeze(1)
+        batch = training.batches(self.data, self.generators, self.task.batch_size, copies=2)
+        losses, grads = training.gradients(self.task, self.theta, batch, self.recipe.tf32)
+        self.opt.step(weights, self.state, self.theta, grads, losses, t, lr)
+        return losses
+
+    def restart(self, finished: Tensor, phi: Phi) -> None:
+        """Begin a new unroll in the pairs that are finished, (n,) bool."""
+        n, device, pairs = len(self.t), self.xi.device, finished.nonzero().flatten().tolist()
+        low, high = math.log(self.recipe.shortest), math.log(self.recipe.unroll)
+        length = (low + (high - low) * self._random(pairs)).exp().round()  # log-uniform
+        first = not self.length.any()
+        # Cut the first unrolls short, so that pairs do not restart together.
+        self.length[pairs] = (length * self._random(pairs)).ceil() if first else length
+        self.t[pairs] = 0
+        rows = features.send(torch.tensor(pairs + [n + k for k in pairs]), device)
+        inits = [self.task.init(1, self.generators[k]) for k in pairs]
+        theta = {
+            name: features.send(torch.cat([init[name] for init in inits] * 2), device)
+            for name in self.theta
+        }
+        phi = {k: w[rows] for k, w in phi.items()}
+        state = self.opt.init(theta, phi, torch.cat([length, length]))
+        new, old = tree_leaves((theta, state)), tree_leaves((self.theta, self.state))
+        for x, y in zip(old, new, strict=True):
+            x.index_copy_(0, rows, y)
+
+    def _random(self, pairs: list[int]) -> Tensor:
+        """A number in [0, 1) for each of these pairs."""
+        return torch.stack([torch.rand((), generator=self.generators[k]) for k in pairs])
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        tensors = tree_leaves((self.t, self.length, self.xi, self.theta, self.state))
+        return {"tensors": tensors, "generators": [g.get_state() for g in self.generators]}
+
+    def load_state_dict(self, saved: dict[str, list[Tensor]]) -> None:
+        mine = self.state_dict()["tensors"]
+        if [x.shape for x in mine] != [x.shape for x in saved["tensors"]]:
+            raise ValueError(
+                f"the run's tensors do not fit: features, or {self.task.name}, were edited since. "
+                "Undo that, or start a new run."
+            )
+        for x, y in zip(mine, saved["tensors"], strict=True):
+            x.copy_(y)
+        for generator, state in zip(self.generators, saved["generators"], strict=True):
+            generator.set_state(state)
 
 
-def _suffix(rank: int) -> str:
-    return f".rank{rank}.pt" if rank else ".pt"
+# ---------------------------------------------------------------- the outer step
 
 
-def of_all_processes(x) -> list:
-    """x of every process, under torchrun; of this one otherwise."""
-    everyone = [x] * pes.rank_and_world()[1]
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of processes under torchrun; else (0, 1)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class Trainer:
+    """The outer loop: perturb, train each task's nets for a truncation, average, clip, AdamW."""
+
+    def __init__(self, recipe: Recipe, lo: LO):
+        self.recipe, self.lo, self.step = recipe, lo, 0
+        self.rank, self.world = rank_and_world()
+        if recipe.pairs % self.world:
+            raise ValueError(
+                f"{recipe.pairs} pairs cannot be split over {self.world} processes: change --pairs."
+            )
+        self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
+        self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
+        self.tasks, share, datasets = recipe.tasks(), recipe.pairs // self.world, {}
+        mine = range(self.rank * share, (self.rank + 1) * share)
+        parts = [mine[k : k + recipe.micro_batch] for k in range(0, share, recipe.micro_batch)]
+        self.particles = []  # a list of micro-batches for each task
+        for n, task in enumerate(self.tasks):
+            if task.kind not in datasets:
+                datasets[task.kind] = task.data(device=str(self.phi.device))
+            seed, data = 100 * recipe.seed + n, datasets[task.kind]
+            groups = [Particles(task, recipe, lo, pairs, seed, data) for pairs in parts]
+            self.particles.append(groups)
+
+    def rate(self) -> float:
+        """The outer learning rate: linear warm-up, then a cosine from lr to lr_end."""
+        r = self.recipe
+        if self.step < r.warmup:
+            return r.lr * (self.step + 1) / r.warmup
+        x = (self.step - r.warmup) / max(1, r.steps - r.warmup)
+        return r.lr_end + (r.lr - r.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
+
+    def estimate(self, groups: list[Particles]) -> tuple[Tensor, Tensor, Tensor]:
+        """Train a task's nets for a truncation. Returns sums over its pairs, which processes add:
+        the meta-gradient (D,), the loss () and the number of diverged pairs ()."""
+        sums = []
+        for group in groups:
+            x, n = group.truncation(self.phi.detach()), len(group.xi)
+            grad, group.xi = pes_gradient(x.delta, x.began, x.eps, group.xi, self.recipe.sigma)
+            sums.append((grad * n, x.loss * n, grad.new_full((), x.diverged)))
+        grads, losses, diverged = zip(*sums, strict=True)
+        return sum(grads), sum(losses), sum(diverged)
+
+    @torch.no_grad()
+    def advance(self) -> dict[str, float]:
+        """One outer step; returns a row of the log."""
+        r, n, start = self.recipe, len(self.tasks), self.step * self.recipe.per_step
+        chosen = [k % n for k in range(start, start + r.per_step)] or range(n)  # tasks
+        sums = zip(*(self.estimate(self.particles[k]) for k in chosen), strict=True)
+        grads, losses, diverged = map(torch.stack, sums)  # (tasks, D), (tasks,), (tasks,)
+        if self.world > 1:
+            for x in (grads, losses, diverged):
+                dist.all_reduce(x)
+        grads, losses = grads / r.pairs, losses / r.pairs
+        if r.mixture:  # clip each task's gradient, so that none dominates
+            grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(r.clip)
+        grad = grads.mean(0)
+        norm, loss = float(grad.norm()), float(losses.mean())
+        no_signal = norm == 0 and self.step > 0  # with truncation=1 the first is 0
+        if no_signal or not math.isfinite(norm + loss):
+            raise FloatingPointError(
+                f"the meta-gradient is {norm:g} at step {self.step + 1}, as when every net "
+                "diverges: start a new run with a smaller --lr or --sigma."
+            )
+        self.phi.grad = grad * min(1.0, r.clip / (norm + 1e-12))
+        rate = self.adamw.param_groups[0]["lr"] = self.rate()
+        self.adamw.step()
+        self.step += 1
+        row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
+        row["diverged"] = int(diverged.sum())
+        names = [f"loss_{x}" for x in r.mixture or (f"w{width}" for width in r.widths)]
+        by_task = {names[k]: x for k, x in zip(chosen, losses.tolist(), strict=True)}
+        return row | {name: by_task.get(name, math.nan) for name in names}
+
+    @torch.no_grad()
+    def result(self) -> LO:
+        """Copy phi into the learned optimizer and return it: the same object each time."""
+        vector_to_parameters(self.phi.clone(), self.lo.parameters())
+        return self.lo
+
+    def state_dict(self) -> dict:
+        particles = [[group.state_dict() for group in groups] for groups in self.particles]
+        mine = {"step": self.step, "phi": self.phi.detach(), "adamw": self.adamw.state_dict()}
+        return mine | {"recipe": dataclasses.asdict(self.recipe), "particles": particles}
+
+    def load_state_dict(self, saved: dict) -> None:
+        for groups, parts in zip(self.particles, saved["particles"], strict=True):
+            for group, part in zip(groups, parts, strict=True):
+                group.load_state_dict(part)
+        self.step = saved["step"]
+        self.phi.data.copy_(saved["phi"])
+        self.adamw.load_state_dict(saved["adamw"])
+
+
+# ---------------------------------------------------------------- a run and its folder
+
+
+def gather(x) -> list:
+    """x of every process under torchrun; else of this one."""
+    everyone = [x] * rank_and_world()[1]
     if dist.is_initialized():
         dist.all_gather_object(everyone, x)
     return everyone
 
 
-def mean_loss(rows: list[dict]) -> float:
-    return sum(row["meta_loss"] for row in rows) / len(rows)
+class Run:
+    """A trainer with a folder: log.csv, the last checkpoints and, at the end, lo.pt.
+
+    Each rank checkpoints its own nets; rank 0 also writes log.csv and lo.pt.
+    """
+
+    KEEP = 3  # checkpoints: the last one may be damaged, or missing for a rank that was killed
+    HISTORY = ("rows", "seconds", "command", "commit")  # saved along with the trainer
+
+    def __init__(self, trainer: Trainer, out: Path):
+        self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
+        self.command = shlex.join(["python", *sys.argv])
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        status, text = subprocess.getstatusoutput(shlex.join([*git, "--exclude=*"]))
+        self.commit = "unknown" if status else text
+        out.mkdir(parents=True, exist_ok=True)
+        for temporary in out.glob(".checkpoint_*"):  # of a process that was killed
+            temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def saved(out: Path, rank: int = 0) -> dict[str, Path]:
+        """The checkpoints of a rank by their step, oldest first."""
+        paths = sorted(out.glob(f"checkpoint_*_rank{rank}.pt"))
+        return {path.name.split("_")[1]: path for path in paths}
+
+    def save(self) -> None:
+        """Write a checkpoint and the log."""
+        trainer, buffer = self.trainer, io.BytesIO()  # torch.save to a full disk raises no OSError
+        torch.save(trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}, buffer)
+        path = self.out / f"checkpoint_{trainer.step:06}_rank{trainer.rank}.pt"
+        checkpoints.write_atomically(path, buffer.getbuffer())
+        for old in list(self.saved(self.out, trainer.rank).values())[: -self.KEEP]:
+            old.unlink()
+        if trainer.rank == 0:
+            lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
+            checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
+
+    @classmethod
+    def resume(cls, out: Path, device: str, steps: int | None = None) -> Run:
+        """Continue from the newest checkpoint that every process can read; `steps` extends the run,
+        and stretches the cosine of the outer learning rate to its new end."""
+        rank, world = rank_and_world()
+        ranks = {path.name.split("_")[2] for path in out.glob("checkpoint_*_rank*.pt")}
+        if len(ranks) not in (0, world):
+            split = f"the run in {out} was split over {len(ranks)} process(es)"
+            raise ValueError(f"{split}: resume it under torchrun --nproc-per-node {len(ranks)}.")
+        paths, state = cls.saved(out, rank), None
+        for step in sorted(set.intersection(*gather(set(paths))), reverse=True):
+            try:
+                state = checkpoints.read(paths[step])
+            except ValueError as error:
+                print(f"{error} Trying the checkpoint before it.", file=sys.stderr)
+            if all(gather(state is not None)):
+                break
+            state = None
+        if state is None:
+            raise FileNotFoundError(f"{out} has no checkpoint that can be read: start a new run.")
+        if state.get("recipe", {}).keys() != {field.name for field in dataclasses.fields(Recipe)}:
+            made = f"the run in {out} was made by other code ({state.get('commit')})"
+            raise ValueError(f"{made}: resume it with that code, or start a new run.")
+        r = Recipe(**state["recipe"])
+        run = cls(Trainer(r, new_lo(r, device)), out)
+        run.trainer.load_state_dict(state)
+        for name in cls.HISTORY:
+            setattr(run, name, state[name])
+        if steps is not None:
+            if steps <= run.trainer.step:
+                raise ValueError(f"the run is at step {run.trainer.step}: give a larger --steps.")
+            run.trainer.recipe = dataclasses.replace(r, steps=steps)
+            run.command += f" && {shlex.join(['python', *sys.argv])}"
+        return run
+
+    def train(self, minutes: float) -> None:
+        """Train to the end, with a checkpoint every `minutes` (0: after every step).
+
+        Ctrl-C stops after the current step, with a checkpoint.
+        """
+        trainer, steps, interrupts = self.trainer, self.trainer.recipe.steps, []
+        before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+        first, stop, saved, name = trainer.step, False, time.monotonic(), trainer.recipe.name
+        try:
+            bar = tqdm(total=steps, initial=first, desc=name, unit="step", disable=trainer.rank > 0)
+            while trainer.step < steps and not stop:
+                start = time.monotonic()
+                self.rows.append(trainer.advance())
+                now = time.monotonic()
+                self.seconds += now - start
+                bar.update()
+                bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}")
+                if trainer.step == first + 1 and trainer.rank == 0:
+                    bar.write(self.forecast(now - start))
+                flags = gather((bool(interrupts), now - saved >= 60 * minutes))
+                stop, due = map(any, zip(*flags, strict=True))
+                if stop or due or trainer.step == steps:
+                    self.save()
+                    saved = now
+        finally:
+            bar.close()
+            signal.signal(signal.SIGINT, before)
+        if trainer.step < steps:
+            raise KeyboardInterrupt
+        if trainer.rank == 0:
+            about = {"recipe": dataclasses.asdict(trainer.recipe), "command": self.command}
+            about |= {"commit": self.commit, "minutes": self.seconds / 60}
+            about["meta_loss"] = fmean(row["meta_loss"] for row in self.rows[-20:])
+            mulo.save(trainer.result(), self.out / "lo.pt", **about)
+
+    def forecast(self, seconds: float) -> str:
+        """What the first outer step took, and how long the rest of the run will take."""
+        steps = self.trainer.recipe.steps - self.trainer.step
+        text = f"{seconds:.2g} s per outer step, {steps * seconds / 3600:.2g} h for {steps:,} more"
+        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0
+        return f"{text}, peak memory {memory:.1f} GiB." if memory else f"{text}."
 
 
-def launcher(processes: int) -> str:
-    return "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
+# ---------------------------------------------------------------- the comparison at the end
 
 
-def commit() -> str:
-    """The commit that this code is at, if it is a git checkout."""
-    args = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(args, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def compare(run: Run, device: str) -> str:
+    """Compare the result with tuned baselines: a picture in the run's folder, and sentences.
+
+    Baselines that have no tuned values for these tasks have their learning rates tuned now.
+    """
+    r, results, tuned = run.trainer.recipe, Results(run.out, device), {}
+    for name in BASELINES:
+        tuning = Tuning(name, f"{r.kind}_w{max(r.widths)}_d{r.depth}", r.unroll)
+        tuned[name] = best(*tuning.key()) or tuning.run(device)
+    mine = dataclasses.replace(contender(str(run.out / "lo.pt")), name=r.name)
+    contenders = [mine, Contender("untrained", mine.rules, new_lo(r)), *map(contender, tuned)]
+    labels = [r.name, "untrained", *(f"tuned {label}" for label in BASELINES.values())]
+    fig = Figure(figsize=(13.2, 3.6), layout="constrained")
+    ax, *axes = fig.subplots(1, 3)
+    meta = torch.tensor([row["meta_loss"] for row in run.rows])
+    smooth = meta.unfold(0, min(20, len(meta)), 1).mean(-1)  # over windows of 20 outer steps
+    ax.plot(meta, color="0.7")
+    ax.plot(range(len(meta) - len(smooth), len(meta)), smooth, "k")
+    ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
+    lines = [f"Meta-loss {smooth[0]:.3f} -> {smooth[-1]:.3f} in {run.seconds / 60:.1f} minutes."]
+    for ax, width, nets in zip(axes, (max(r.widths), 8 * max(r.widths)), (3, 1), strict=True):
+        task, seeds = f"{r.kind}_w{width}_d{r.depth}", tuple(range(9001, 9001 + nets))
+        jobs = [Job(c, task, r.unroll, seeds=seeds, values=tuned.get(c.name)) for c in contenders]
+        results.run(jobs, f"comparison at width {width}")
+        curves = [results.losses(job) for job in jobs]  # (windows of the run, nets) each
+        final = []
+        for losses, label in zip(curves, labels, strict=True):
+            ax.plot(torch.linspace(0, r.unroll, len(losses) + 1)[1:], losses.mean(1), label=label)
+            final.append(f"{label} {training.final_loss(losses).mean():.4g}")
+        ax.set(xlabel="step", ylabel="loss", title=task, ylim=(0, 1.1 * float(curves[0][0].mean())))
+        ax.legend()
+        lines.append(f"Final loss at width {width}: {', '.join(final)}.")
+    checkpoints.write_atomically(run.out / "picture.png", lambda f: fig.savefig(f, dpi=120))
+    lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- the command
 
 
 def start_processes(device: str) -> str:
-    """The device that --device stands for, said by the first process. Under torchrun: join the
-    others, and take the GPU of this process."""
+    """The device for --device. Under torchrun, join the other processes, each with its own GPU."""
     device, sentence = kernels.pick_device(device)
     if os.environ.get("RANK", "0") == "0":
         print(sentence)
@@ -373,112 +485,66 @@ def start_processes(device: str) -> str:
     return device
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse_args(**defaults) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="metatrain.py [recipe] [flags]",
+        usage="%(prog)s [recipe] [flags]",
         description="Meta-train a learned optimizer by PES.",
         epilog="example: python metatrain.py lo_m --steps 200 --out runs/try",
     )
-    parser.add_argument(
-        "recipe", nargs="?", default="mulo_m", help=f"{', '.join(RECIPES)} (default: mulo_m)"
-    )
-    parser.add_argument("--scale", choices=SCALES, default="desk", help="a laptop's or the paper's")
-    parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
-    parser.add_argument("--out", type=Path, help="folder of the run (default: runs/<name>)")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
-    parser.add_argument(
-        "--checkpoint-every",
-        type=float,
-        default=10,
-        metavar="MINUTES",
-        help="time between checkpoints (default: 10; 0: after every step)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="estimate memory and time on a GPU")
-    parser.add_argument("--card", default="a6000", help="that GPU: a6000, a100, or GB/s,TFLOP/s")
-    parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
-    numbers = parser.add_argument_group("numbers of the recipe, to override (here: mulo_m's)")
-    for field in dataclasses.fields(Recipe):
-        if "help" in field.metadata:
-            flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
-            values = (f"{k} {getattr(recipe('mulo_m', k), field.name):g}" for k in SCALES)
-            meaning = f"{field.metadata['help']} ({', '.join(values)})"
-            numbers.add_argument(flag, type=kind, metavar="N", help=meaning)
-    numbers.add_argument(
-        "--widths",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="of the nets in training: one task for each",
-    )
-    numbers.add_argument(
-        "--mixture", nargs="+", metavar="TASK", help="tasks by name, in place of kind and widths"
-    )
-    numbers.add_argument("--start", metavar="LO", help="a learned optimizer to start from")
-    numbers.add_argument("--kind", help="of task, see `python tasks.py`; a .py file: one's own")
-    numbers.add_argument("--eps", help="reference, relative or fan_in: how epsilons scale")
-    numbers.add_argument("--tf32", action="store_true", default=None, help="train the nets in TF32")
-    numbers.add_argument("--backend", choices=kernels.BACKENDS, help="of the optimizer's step")
-    return parser
+    add = parser.add_argument
+    add("recipe", nargs="?", help=f"{', '.join(RECIPES)} (default: mulo_m)")
+    add("--scale", choices=SCALES, help="a laptop's (desk, the default) or the paper's")
+    add("--device", default="auto", help=kernels.DEVICE_HELP)
+    add("--out", type=Path, help="folder of the run (default: runs/<name>)")
+    add("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
+    add("--checkpoint-every", type=float, default=10, metavar="MINUTES",
+        help="time between checkpoints (default: 10; 0: after every step)")  # fmt: skip
+    add("--no-picture", action="store_true", help="skip the comparison at the end")
+    recipes.add_flags(parser)
+    parser.set_defaults(**defaults)
+    return parser.parse_args()
 
 
-def _changes(args: argparse.Namespace) -> dict:
-    """The numbers given on the command line."""
-    found = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Recipe)}
-    found = {k: v for k, v in found.items() if v is not None and k != "scale"}
-    if found.get("kind", "").endswith(".py"):
-        found["kind"] = os.path.abspath(found["kind"])  # so that a run resumes from any folder
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+def new_or_resumed(args: argparse.Namespace, device: str) -> Run:
+    """The run that the command line asks for."""
+    changes = recipes.changes(args)
+    if not args.resume:
+        r = recipe(args.recipe or "mulo_m", args.scale or "desk", **changes)
+        out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
+        if Run.saved(out):
+            raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
+        return Run(Trainer(r, new_lo(r, device)), out)
+    run = Run.resume(args.resume, device, changes.pop("steps", None))
+    kept = vars(run.trainer.recipe) | {"out": args.resume}
+    changes |= {"name": args.recipe, "scale": args.scale, "out": args.out}
+    for name, value in changes.items():
+        if value not in (None, kept[name]):
+            raise ValueError(f"a resumed run keeps its {name}: only --steps can change.")
+    return run
 
 
-def _start(args: argparse.Namespace, device: str) -> Run:
-    """The run that the command line asks for, new or resumed."""
-    changes = _changes(args)
-    if args.resume:
-        steps = changes.pop("steps", None)
-        if changes or args.out or (args.recipe, args.scale) != ("mulo_m", "desk"):
-            raise ValueError(
-                "a resumed run keeps its numbers, but for --steps, and its folder: leave them out."
-            )
-        run = Run.resume(args.resume, device)
-        if steps is not None:
-            run.extend(steps)
-        return run
-    r = recipe(args.recipe, args.scale, **changes)
-    out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
-    if Run.checkpoints(out):
-        raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
-    return Run(Trainer(r, new_lo(r, device)), out)
-
-
-def main() -> None:
-    args, run = _parser().parse_args(), None
+def main(**defaults) -> None:
+    """The command. `defaults` replace those of flags: main(kind="sines")."""
+    args, run = parse_args(**defaults), None
     training.keep_freed_memory()
     try:
-        if args.dry_run:
-            r = recipe(args.recipe, args.scale, **_changes(args))
-            trainer = Trainer(r, new_lo(r, "meta"), data=False)
-            return print(estimate.report(trainer, estimate.card(args.card)))
         device = start_processes(args.device)
-        run = _start(args, device)
+        run = new_or_resumed(args, device)
         if device == "cpu" and run.trainer.recipe.scale == "desk":
-            torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
+            torch.set_num_threads(1)  # tensors are so small that threads would slow it down
+        if run.trainer.rank == 0:
+            print(f"Backend: {run.trainer.particles[0][0].opt.backend}.")
         run.train(args.checkpoint_every)
-        if run.trainer.rank == 0 and args.no_picture:
-            print(f"The optimizer is {run.out / 'lo.pt'}.")
-        elif run.trainer.rank == 0:
-            from mulo.paper import choose  # which imports this file
-
-            print(choose.closing_report(run, device))
+        if run.trainer.rank == 0:
+            optimizer = f"The optimizer is {run.out / 'lo.pt'}."
+            print(optimizer if args.no_picture else compare(run, device))
     except KeyboardInterrupt:
-        if run is None or not run.rows:
-            again = "resume" if args.resume else "start"
-            sys.exit(f"stopped before the first step: {again} again.")
-        how = f"{launcher(run.trainer.world)} metatrain.py --resume {run.out}"
-        sys.exit(f"stopped at step {run.trainer.step}: {how}")
+        step = run.trainer.step if run else 0
+        sys.exit(f"stopped at step {step}" + (f": to continue, --resume {run.out}" if step else ""))
     except torch.OutOfMemoryError:
-        sys.exit("metatrain.py: out of memory: use a smaller --micro-batch (--dry-run tells more).")
+        sys.exit("metatrain.py: out of memory: use a smaller --micro-batch.")
     except (ValueError, OSError, FloatingPointError) as error:
-        if tasks.in_own_file(error):
+        if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise
         sys.exit(f"metatrain.py: {error}")
     finally:

@@ -9,39 +9,34 @@
     params = task.init(16, generator)        # 16 nets in one dict of tensors (16, ...)
     losses = task.losses(params, batch)      # (16,), one autograd graph, no loop
 
-Paper: the tables "Meta-testing settings" and of the ResNets. A name is kind, width and depth, and
-any width and depth will do; a resnet always has 18 layers, so its name has no depth. The paper's
-kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet at 32x32) and lm (LM1B). Ours are the
-same models and a small conv net on data that needs no download (fashion, pixels, teacher), on
-CIFAR-10 (c10s at 16x16 and c10b on 10,000 images of it), and on any text (text_lm). A suffix such
-as _b16 sets the batch size. A task has its parametrization in `rules`: μP, SP or anything
-between. optimizees/ has the models and the data sets.
+Paper: the tables "Meta-testing settings" and of the ResNets. A name is kind, width and depth; any
+width and depth will do. A resnet always has 18 layers, so its name has no depth. A suffix such as
+_b16 sets the batch size. The paper's kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet
+at 32x32) and lm (LM1B). Ours are the same models and a small conv net on data that needs no
+download (fashion, pixels, teacher), on CIFAR-10 (c10s at 16x16 and c10b, on 10,000 images of it)
+and on any text (text_lm). A task's parametrization is in `rules`: μP, SP or anything between.
 
-A kind of your own is registered by a file, whose path then stands for the kind everywhere
-(examples/own_task.py is one, a regression in 20 lines):
+Register a kind of your own in a script that then calls metatrain.main() or evaluate.main();
+examples/own_task.py is one:
 
     tasks.register("sines", build, Sines, loss, loss_bound=0.75)
 
-    python metatrain.py --kind my_task.py
-    python evaluate.py tune my_task.py
-    python evaluate.py task my_task.py_w64_d3 --who runs/mulo_m_desk_seed0 adamw
+- build(width, depth) makes the model, without buffers. Its roles are inferred and its initial
+  weights drawn by role.
+- data(device) makes a data set, an object with
+  batch(generators, size)  a tuple of tensors on the device, (len(generators), size, ...) each, the
+                           inputs first. Draw row k from generators[k] alone, on the CPU: then a
+                           seed gives the same batches everywhere.
+  shape                    shape of one input
+  classes                  number of classes; None if targets are not classes
+- loss(output, *targets) is the loss of one net, a scalar of 0 or more: the mean over the batch. By
+  default it is the cross-entropy. torch.vmap computes it for many nets at once, so neither it nor
+  the model may branch on the values of tensors.
+- loss_bound: PES clips losses at this value; a diverged net counts as this much. About 1.5 times
+  the loss of guessing; by default 1.5 log(classes).
 
-- build(width, depth) makes the model, without buffers. Its roles are inferred, and its initial
-  weights drawn by role: those that build gives it are not used.
-- data(device) makes a data set, an object with these attributes:
-  batch(generators, size)  a tuple of tensors on that device, (len(generators), size, ...) each, the
-                           inputs first. Row k is drawn from the k-th torch.Generator alone, on the
-                           CPU, so a seed gives the same batches everywhere.
-  shape                    of one input
-  classes                  how many there are; None if targets are not classes
-- loss(output, *targets) is the loss of one net, a scalar of 0 or more: the mean over a batch, whose
-  tensors after the inputs are the targets. By default it is the cross-entropy. It is computed for
-  many nets at once by torch.vmap, so neither it nor the model may branch on the values of tensors.
-- loss_bound: PES clips losses there, and diverged nets count as much. About 1.5 times the loss of
-  guessing; by default 1.5 log(classes).
-
-Losses that evaluate.py keeps are of the file as it is, so an edited one trains anew; tuned values
-are kept by name. A script may call `register` itself; a notebook too, but without worker processes.
+Register at the top level of the script, not under `if __name__ == "__main__"`: worker processes
+import the script. Losses that evaluate.py keeps are keyed by a hash of the script.
 """
 
 from __future__ import annotations
@@ -50,12 +45,10 @@ import argparse
 import dataclasses
 import functools
 import hashlib
-import importlib.util
+import inspect
 import math
-import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -220,8 +213,7 @@ class Own(NamedTuple):
     build: Callable[[int, int], nn.Module]  # of width and depth
     data: Callable[[str], object]  # of the device
     loss: Callable[..., Tensor]
-    file: str = ""  # that registered it
-    digest: str = ""  # of the file: losses of before an edit are not taken for those after it
+    digest: str  # hash of the file that registered it; "" in a notebook
 
 
 @functools.cache
@@ -270,7 +262,6 @@ KINDS = {
     "c10_resnet": Task("resnet", "cifar10", (3, 32, 32), 10, 128),
     "text_lm": Task("lm", "text:input.txt", (64,), 256, 64),
 }
-FILES: dict[str, str] = {}  # files that were imported, and the kind that each registered
 HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # by width
 MLP_WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # The paper mislabels a row of the c10_mlp tasks: width 1024 is meant.
@@ -307,55 +298,25 @@ def register(
         raise ValueError(f"{name!r} cannot be registered: use letters, and none of {taken}.")
     if loss_bound is not None and not 0 < loss_bound < math.inf:
         raise ValueError(f"loss_bound must be a number above 0, not {loss_bound!r}.")
-    own = Own(build, data, loss or _cross_entropy)
+    file = inspect.currentframe().f_back.f_globals.get("__file__")  # of the caller
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    own = Own(build, data, loss or _cross_entropy, digest)
     KINDS[name] = Task("own", "own", (), None, batch_size, loss_bound=loss_bound, own=own)
-
-
-def load_file(path: str) -> str:
-    """Import a file that registers a kind, unless that is done; the kind's name."""
-    path = str(Path(path).resolve())
-    if FILES.get(path):
-        return FILES[path]
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"no file {path}: give the path of one that registers a kind.")
-    before, folder, FILES[path] = dict(KINDS), os.path.dirname(path), ""
-    sys.path += [] if folder in sys.path else [folder]  # for what it imports
-    spec = importlib.util.spec_from_file_location(path, path)
-    module = sys.modules[path] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    new = [name for name, kind in KINDS.items() if before.get(name) is not kind]
-    if len(new) != 1:
-        raise ValueError(f"{path} registers {new or 'no kind'}: call tasks.register in it once.")
-    [name] = new
-    if name in before and before[name].own.file:
-        KINDS[name], other = before[name], before[name].own.file
-        raise ValueError(f"{path} registers {name!r}, and so does {other}: rename one of them.")
-    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    own = KINDS[name].own._replace(file=path, digest=digest)
-    KINDS[name], FILES[path] = dataclasses.replace(KINDS[name], own=own), name
-    return name
-
-
-def in_own_file(error: Exception) -> bool:
-    """Whether an error arose in a file that was imported here: its traceback tells where."""
-    text = "".join(traceback.format_exception(error))  # also of errors in worker processes
-    return any(f'File "{path}"' in text for path in FILES)
 
 
 def get(name: str, **changes) -> Task:
     """The task of this name, such as in32_mlp_w128_d3 or resnet_w128, with some fields changed.
 
     get(name, rules=()) is in SP. get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes
-    of a UTF-8 file. get("my_task.py_w64_d3") imports that file.
+    of a UTF-8 file.
     """
     match = re.fullmatch(r"(.+?)_w(\d+)(?:_d(\d+))?(?:_b(\d+))?", name)
     if not match:
-        how = "a name is kind, width and depth, such as fashion8_mlp_w64_d3"
-        raise ValueError(f"unknown task {name!r}: {how}; `python tasks.py` lists them all.")
-    kind_name = load_file(match[1]) if match[1].endswith(".py") else match[1]
+        example = "a name is kind, width and depth, such as fashion8_mlp_w64_d3"
+        raise ValueError(f"unknown task {name!r}: {example}; `python tasks.py` lists them.")
+    kind_name = match[1]
     if kind_name not in KINDS:
-        kinds = f"use one of {', '.join(KINDS)}, or a .py file that registers your own"
-        raise ValueError(f"unknown kind {kind_name!r}: {kinds}.")
+        raise ValueError(f"unknown kind {kind_name!r}: use one of {', '.join(KINDS)}.")
     kind, width, depth = KINDS[kind_name], int(match[2]), int(match[3] or 18)
     resnet = kind.family == "resnet"
     if not match[3] and not resnet:
@@ -387,17 +348,13 @@ def _checked(task: Task) -> Task:
     return dataclasses.replace(task, loss_bound=bound, rules=tuple(task.rules))
 
 
-def _count(task: Task) -> int:
-    return sum(p.numel() for p in task.skeleton().parameters())
-
-
 def _list() -> None:
     for title, names in (("Desk tasks, on embedded data", DESK), ("The paper's tasks", PAPER)):
         print(f"{title}\n{'name':24}{'data':13}{'parameters':>13}{'batch':>7}{'heads':>7}")
         for name in names:
             task = get(name)
-            row = f"{name:24}{task.dataset:13}{_count(task):13,}{task.batch_size:7}"
-            print(f"{row}{task.heads or '':>7}")
+            size = sum(p.numel() for p in task.skeleton().parameters())
+            print(f"{name:24}{task.dataset:13}{size:13,}{task.batch_size:7}{task.heads or '':>7}")
         print()
     print(f"Any width and depth of these kinds: {', '.join(KINDS)}")
 
@@ -407,32 +364,27 @@ def _show(name: str) -> None:
     print(f"{task}\n\n{'parameter':32}{'shape':>20}  role     fan_in")
     for w in weights_of(task.skeleton()):
         print(f"{w.name:32}{tuple(w.param.shape)!s:>20}  {roles[w.name]:8} {w.fan_in}")
-    print(f"{_count(task):,} parameters")
+    print(f"{sum(p.numel() for p in task.skeleton().parameters()):,} parameters")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The tasks that learned optimizers train on.")
-    parser.add_argument("what", nargs="*", help="a task's name, or: download DATASET")
+    parser.add_argument("words", metavar="NAME", nargs="*", help="a task, or: download DATASET")
     parser.add_argument("--data-dir", help="for downloads (default: $MULO_DATA, else ./data)")
     args = parser.parse_args()
     try:
-        if not args.what:
-            _list()
-        elif args.what[0] == "download" and len(args.what) == 2:
-            files.download(args.what[1], args.data_dir)
-        elif len(args.what) == 1 and args.what[0] != "download":
-            _show(args.what[0])
-        else:
-            parser.error("give a task's name, or: download DATASET")
-    except BrokenPipeError:  # `python tasks.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        match args.words:
+            case []:
+                _list()
+            case ["download", name]:
+                files.download(name, args.data_dir)
+            case [name] if name != "download":
+                _show(name)
+            case _:
+                parser.error("give a task's name, or: download DATASET")
     except (ValueError, OSError) as error:
-        if in_own_file(error):
-            raise
         sys.exit(f"tasks.py: {error}")
 
 
 if __name__ == "__main__":
-    from mulo import tasks  # the module that files of registered kinds import
-
-    tasks.main()
+    main()

@@ -1,14 +1,18 @@
-"""A task of your own: a regression, with squared loss. tasks.py says what its parts must be.
+"""A task of your own: a regression with squared loss. tasks.py says what its parts must be.
 
-python metatrain.py --kind examples/own_task.py
-python evaluate.py tune examples/own_task.py
-python evaluate.py task examples/own_task.py_w256_d3 --who runs/mulo_m_desk_seed0 mulo_m adamw
+python examples/own_task.py                         # meta-train on it; takes metatrain.py's flags
+python examples/own_task.py evaluate tune sines     # tune the baselines; then compare:
+python examples/own_task.py evaluate task sines_w256_d3 --who runs/mulo_m_desk_seed0 mulo_m adamw
 """
+
+import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from mulo import tasks
+sys.path.insert(0, str(Path(__file__).parents[1]))  # not needed after pip install
+from mulo import evaluate, metatrain, tasks
 
 
 class Sines:
@@ -34,3 +38,10 @@ def loss(output, target):
 
 
 tasks.register("sines", build, Sines, loss, loss_bound=0.75)  # 0.5 is the variance of the targets
+
+if __name__ == "__main__":  # worker processes import this file: they register, but do not start
+    if sys.argv[1:2] == ["evaluate"]:
+        del sys.argv[1]
+        evaluate.main()
+    else:
+        metatrain.main(kind="sines")

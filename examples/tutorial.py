@@ -2,9 +2,8 @@
 # # Learned optimizers under μP, from the beginning
 #
 # Twelve steps that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
-# cell by cell in an editor that knows `# %%`. Figures go to runs/tutorial. Everything is done by
-# the modules that do it for real; the paper is "μLO: Compute-Efficient Meta-Generalization of
-# Learned Optimizers".
+# cell by cell in an editor that knows `# %%`. Figures go to runs/tutorial. It uses the modules of
+# this repository; the paper is "μLO: Compute-Efficient Meta-Generalization of Learned Optimizers".
 
 # %%
 import math
@@ -19,10 +18,10 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
-from mulo import features, metatrain, roles, tasks, training
-from mulo.pes import pes_gradient, unflatten
+from mulo import features, recipes, roles, tasks, training
+from mulo.metatrain import Trainer, pes_gradient, unflatten
 
-torch.set_num_threads(1)  # these nets are so small that threads would only wait for each other
+torch.set_num_threads(1)  # these nets are so small that threads would slow it down
 torch.manual_seed(0)
 OUT = Path("runs/tutorial")
 OUT.mkdir(parents=True, exist_ok=True)
@@ -43,8 +42,8 @@ def show(name, curves, xlabel, ylabel, **axes):
 # %% [markdown]
 # ## 1. An update rule is a function
 #
-# It takes a parameter, its gradient and some memory, and gives the new parameter. SGD is one, Adam
-# is another. They were written by hand.
+# It takes a parameter, its gradient and some memory, and returns the new parameter. SGD and Adam
+# are update rules written by hand.
 
 # %%
 task = tasks.get("fashion8_mlp_w32_d3")  # an MLP of three layers, 32 wide, on 8x8 images of clothes
@@ -82,8 +81,8 @@ show("1_rules", {k: (range(150), x) for k, x in curves.items()}, "step", "loss",
 # ## 2. Replace it by a network
 #
 # A learned optimizer is a tiny MLP. It sees 39 features of each parameter (gradient, momenta,
-# second moments, time: `features.py`) and says direction d and log-magnitude m of the step, eq. 2:
-# p <- p - lambda_1 d exp(lambda_2 m). The same MLP serves every parameter of every net.
+# second moments, time: `features.py`) and outputs the direction d and log-magnitude m of the step,
+# eq. 2: p <- p - lambda_1 d exp(lambda_2 m). The same MLP serves every parameter of every net.
 
 # %%
 lo = mulo.SmallFC(mulo.LOConfig(hidden_size=8, lam1=0.05), torch.Generator().manual_seed(0))
@@ -93,18 +92,18 @@ memory = features.init_accumulators(p, dims)
 memory, new_p = mulo.step(
     lo.config, mulo.stacked(lo), memory, p, g, torch.zeros(1), torch.ones(1), dims
 )
-print(f"2. {sum(w.numel() for w in lo.parameters())} weights decide; the update they make is")
+print(f"2. the update by a network of {sum(w.numel() for w in lo.parameters())} weights:")
 print(new_p - p)
 
 # %% [markdown]
 # ## 3. A task, 4. an unroll, 5. the meta-loss
 #
-# To use it is to unroll it: train a net for T steps. The meta-loss L(phi), eq. 1, says how good it
-# is: the mean loss over these steps. phi are its weights, and random ones are bad.
+# An unroll trains a net for T steps with the learned optimizer. The meta-loss L(phi), eq. 1, is the
+# mean loss over these steps; phi are the optimizer's weights. Random weights train badly.
 
 # %%
 steps = 100
-start = training.train(task, lo, steps, seeds=[0, 1, 2])  # (steps, seeds): the losses on the way
+start = training.train(task, lo, steps, seeds=[0, 1, 2])  # (steps, seeds): the training losses
 trained = training.train(task, mulo.load("mulo_m"), steps, seeds=[0, 1, 2])
 print(f"3-5. meta-loss over {steps} steps: random {start.mean():.3f}, trained {trained.mean():.3f}")
 unrolls = {"random phi": start.mean(1), "meta-trained phi": trained.mean(1)}
@@ -114,8 +113,7 @@ show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "lo
 # ## 6. Why not backpropagate through the unroll?
 #
 # The step is differentiable, so backpropagation through all T steps gives dL/dphi. But training is
-# a dynamical system on the verge of chaos: the longer the unroll, the larger and the noisier that
-# gradient.
+# close to chaotic: the longer the unroll, the larger and noisier that gradient.
 
 # %%
 flat = torch.nn.utils.parameters_to_vector(lo.parameters()).detach()
@@ -154,9 +152,9 @@ for T in (1, 4, 16, 48):
 # %% [markdown]
 # ## 7. Evolution strategies
 #
-# So only look at losses: train pairs of nets with phi + eps and phi - eps, and weigh eps by the
-# difference. That is the gradient of a smoothed meta-loss, whatever happens inside. The price is
-# noise, which many pairs average out.
+# Evolution strategies use only the losses: train pairs of nets with phi + eps and phi - eps, and
+# weigh eps by the difference of their losses. On average that is the gradient of a smoothed
+# meta-loss. It is noisy; more pairs reduce the noise.
 
 # %%
 sigma, D = 0.05, len(flat)
@@ -165,9 +163,9 @@ sigma, D = 0.05, len(flat)
 def es_gradient(pairs, seed, T=20):
     eps = sigma * torch.randn(pairs, D, generator=torch.Generator().manual_seed(seed))
     losses = last_loss(torch.cat([flat + eps, flat - eps]), T, seed=0).detach()
-    delta = (losses[:pairs] - losses[pairs:])[None]  # (1, pairs): as if one truncation, new unrolls
+    delta = (losses[:pairs] - losses[pairs:])[None]  # (1, pairs): one step of new unrolls
     new, xi = torch.ones_like(delta, dtype=torch.bool), torch.zeros(pairs, D)
-    return pes_gradient(delta, new, new, eps, xi, sigma)[0]
+    return pes_gradient(delta, new, eps, xi, sigma)[0]
 
 
 for pairs in (8, 64, 512):
@@ -179,8 +177,8 @@ for pairs in (8, 64, 512):
 # ## 8. Persistent evolution strategies: your own μLO
 #
 # Waiting for whole unrolls is slow. PES cuts them into truncations, makes an outer step after each,
-# and remembers per pair the sum of its perturbations so far, which removes the bias of short
-# horizons (`pes.py`). This is `python metatrain.py` in small: 60 outer steps on widths 8 and 16.
+# and keeps for each pair the sum of its perturbations so far, which removes the bias of short
+# horizons (`metatrain.py`). Here: a small `python metatrain.py`, 60 outer steps on widths 8 and 16.
 
 # %%
 small = {"widths": (8, 16), "hidden_size": 4, "unroll": 100, "shortest": 100, "truncation": 20}
@@ -188,8 +186,8 @@ small |= {"steps": 60, "warmup": 10, "pairs": 8, "lr": 2e-2}
 
 
 def meta_train(name):
-    recipe = metatrain.recipe(name, **small)
-    trainer = metatrain.Trainer(recipe, metatrain.new_lo(recipe))
+    recipe = recipes.recipe(name, **small)
+    trainer = Trainer(recipe, recipes.new_lo(recipe))
     losses = [trainer.advance()["meta_loss"] for _ in range(recipe.steps)]
     return trainer.result(), losses
 
@@ -268,12 +266,11 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 # %% [markdown]
 # ## 12. Your own task
 #
-# A file that registers a model, its data and its loss is a kind of task like those built in:
+# A script can register a kind of task: a model, its data and its loss.
 #
 # ```python
 # tasks.register("sines", build, Sines, loss, loss_bound=0.75)
 # ```
 #
-# `examples/own_task.py` is one, a regression in 36 lines. `python metatrain.py --kind
-# examples/own_task.py` meta-trains on it, `python evaluate.py tune examples/own_task.py` tunes the
-# baselines for it, and `python evaluate.py task examples/own_task.py_w64_d3` compares them.
+# `examples/own_task.py` does, for a regression. `python examples/own_task.py` meta-trains on it;
+# with `evaluate task sines_w64_d3 --who mulo_m adamw_default` it compares optimizers.

@@ -4,10 +4,10 @@
     x, y = images.batch(torch.Generator().manual_seed(0), 64)  # (64, 1, 14, 14) float32, (64,)
     x, y = images.batch([generator1, generator2], 64)          # (2, 64, ...), one from each
 
-A data set is one tensor on the device. A batch gathers from it at indices drawn uniformly, with
+A data set is one tensor on the device. A batch gathers rows at indices drawn uniformly, with
 replacement, from the given generator: the same seed gives the same batches. Every data set has
 `classes`, `shape` (of one input) and `batch`. The paper uses imagenet32, imagenet64, cifar10 and
-lm1b; fashion10k, fashion, pixels, teacher and text:<path> are ours. `files.py` reads the files.
+lm1b; the others are ours. `files.py` reads the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ IMAGES = {
     "imagenet32": IMAGENET, "imagenet64": IMAGENET,
 }  # fmt: skip
 GREYS = 16  # grey levels of the data set "pixels"
-TEACHERS = {  # teacher, teacher256 and so on; those with letters are for meta-training
+TEACHERS = {  # teacher, teacher256 and so on; those with letters are for meta-training only
     "": {"dim": 64, "classes": 10, "seed": 0},
     "256": {"dim": 256, "classes": 10, "seed": 1},
     "1024": {"dim": 1024, "classes": 10, "seed": 2},
@@ -71,7 +71,7 @@ def _place(x: Tensor, device: torch.device) -> Tensor:
 class Images:
     """Labelled images, stored as bytes; batches are normalized, (x - mean) / std.
 
-    x stays on the CPU (where it may be a memory-mapped file) if it does not fit on the device:
+    If x does not fit on the device it stays on the CPU, where it may be a memory-mapped file;
     batches are then gathered on the CPU and moved.
     """
 
@@ -106,10 +106,7 @@ class Images:
         return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
 
     def pool(self, size: int) -> Images:
-        """The same images averaged down to size x size and rounded to bytes.
-
-        mean and std stay those of the full-size images, so all splits are normalized alike.
-        """
+        """The same images averaged down to size x size; mean and std stay the full-size ones."""
         largest = min(self.shape[1:])
         if not 1 <= size <= largest:
             raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {largest}.")
@@ -121,8 +118,8 @@ class Images:
 class Tokens:
     """Token ids: one long text, cut into windows at random offsets, or one sentence per row.
 
-    The target of a token is the next token. Rows are padded with -1; `mask` is False where the
-    target is padding, and the loss is a mean over the mask. Batches have 0 in place of padding.
+    The target of a token is the next token. Rows are padded with -1, which is 0 in batches; `mask`
+    is False where the target is padding.
     """
 
     data: Tensor  # (T,), or (N, seq_len + 1) padded with -1; any integer dtype
@@ -155,11 +152,11 @@ class Tokens:
 
 @dataclasses.dataclass
 class Teacher:
-    """A procedural data set without end: x_k ~ N(0, s_k^2), y ~ softmax(temperature * MLP(x)).
+    """A procedural data set: x_k ~ N(0, s_k^2), y ~ softmax(temperature * MLP(x)).
 
     s_k is proportional to k^-alpha, with mean(s^2) = 1. The MLP has two hidden tanh layers and
-    random weights (from `seed`). Labels are sampled, so the loss has a floor above 0; no example
-    comes twice, so nothing can be memorized.
+    random weights (from `seed`). Labels are sampled, so the lowest possible loss is above 0.
+    Examples never repeat.
     """
 
     dim: int = 64
@@ -198,7 +195,7 @@ class Teacher:
 
 
 def fixed_sample(data: Images | Tokens | Teacher, size: int) -> Batch:
-    """The same distinct examples at every call: `size`, or all if there are fewer."""
+    """`size` distinct examples (all, if there are fewer), the same at every call."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(data, Teacher):
         return data.batch(generator, size)
@@ -212,24 +209,20 @@ def load(
     size: int | None = None,
     split: str = "all",
     seq_len: int = 64,
-    tokenizer: Callable[[str], Sequence[int]] | None = None,
-    partial: bool = False,
 ) -> Images | Tokens | Teacher:
     """Load a data set by name. Nothing is downloaded.
 
-    fashion10k, the default, is Fashion-MNIST's 10,000 *test* images. It is in the repository, so
-    that everything runs at once; it is not the paper's data. pixels is fashion10k as a language: a
-    start token, then seq_len pixels of 16 grey levels, row by row. TEACHERS are procedural. The
-    others are read from data_dir (default: $MULO_DATA, else ./data) in their published layout:
-    fashion, cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64 (converted
-    at first use), lm1b (tokenized at first use). text:<path> is any file, as bytes; a relative path
-    may also be relative to data_dir.
+    - fashion10k (the default): Fashion-MNIST's 10,000 *test* images, which are in the repository.
+    - pixels: fashion10k as a language: a start token, then seq_len pixels of 16 grey levels.
+    - teacher...: procedural, see TEACHERS.
+    - text:<path>: any file, as bytes. A relative path may also be relative to data_dir.
+    - fashion, cifar10, cifar10k (the first 10,000 training images: data_batch_1.bin), imagenet32,
+      imagenet64, lm1b: read from data_dir (default: $MULO_DATA, else ./data) in their published
+      layout. ImageNet is converted, and LM1B tokenized, at first use.
 
-    split="all" is everything there is to train on; "train" and "test" are disjoint. Sets that have
-    test files have "train" equal to "all". Of fashion10k and pixels, "train" is the first 8,000
-    images and "test" the last 2,000; of a text, "test" is the last tenth. teacher never repeats an
-    example, so its splits are alike. `size` pools images, `seq_len` is for text. `tokenizer`
-    replaces lm1b's sentencepiece *.model; partial=True accepts cifar10 and lm1b with files missing.
+    split="all" is all there is to train on; "train" and "test" are disjoint. Sets with test files
+    have "train" equal to "all". Of fashion10k and pixels, "test" is the last 2,000 images; of a
+    text, the last tenth. `size` pools images; `seq_len` is for text.
     """
     kind, _, path = name.partition(":")
     known = [*IMAGES, "pixels", "lm1b", *(f"teacher{k}" for k in TEACHERS)]
@@ -244,7 +237,7 @@ def load(
         text = files.read_text(Path(path) if Path(path).is_file() else root / path)
         return Tokens(torch.from_numpy(_part(text, split, 0.1)), 256, seq_len, device)
     if kind == "lm1b":
-        rows, classes = files.read_lm1b(root / kind, test, seq_len, tokenizer, partial)
+        rows, classes = files.read_lm1b(root / kind, test, seq_len)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
     if kind in ("fashion10k", "pixels"):
         arrays = files.read_fashion("fashion10k", EMBEDDED, test=True)
@@ -252,8 +245,7 @@ def load(
     elif kind == "fashion":
         x, y = files.read_fashion(kind, root / "fashion-mnist", test)
     elif kind.startswith("cifar10"):
-        parts = 1 if kind == "cifar10k" else 5
-        x, y = files.read_cifar10(root / "cifar10", test, parts, partial)
+        x, y = files.read_cifar10(root / "cifar10", test, 1 if kind == "cifar10k" else 5)
     else:
         x, y = files.read_imagenet(kind, root / kind, test)
     images = Images(torch.from_numpy(x), torch.from_numpy(y), *IMAGES.get(kind, FASHION))

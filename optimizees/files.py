@@ -1,8 +1,8 @@
 """Readers of published data files, and a downloader for some of them.
 
-A file that is missing, or is not the published one, raises an error that names it and tells the
-fix. `datasets.load` makes data sets of the arrays read here. Only `download`
-(`python tasks.py download NAME`) uses the network.
+A file that is missing, or is not the published one, raises an error that names it and the fix.
+`datasets.load` makes data sets of these arrays. Only `python tasks.py download NAME` uses the
+network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import tarfile
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,6 @@ DOWNLOADS = {  # name: folder in data_dir, URLs
     "cifar10": ("cifar10", ["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]),
     "fashion": ("fashion-mnist", [f"{ZALANDO}/{k}.gz" for k in SHA256 if "idx" in k]),
 }
-VOCABULARY = 32_000  # of the paper's LMs: the ids of a given tokenizer are below it
 LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 GET_IMAGENET = "unpack the downsampled npz files of https://image-net.org/download-images there"
 HOW_TO_GET = {
@@ -47,7 +46,7 @@ HOW_TO_GET = {
     "cifar10": "`python tasks.py download cifar10` gets them",
     "imagenet32": GET_IMAGENET,
     "imagenet64": GET_IMAGENET,
-    "lm1b": f"unpack https://www.statmt.org/lm-benchmark/{LM1B}.tar.gz",
+    "lm1b": f"unpack https://www.statmt.org/lm-benchmark/{LM1B}.tar.gz there",
     "text": "put any text there, or give text:<path>",
 }
 Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,) int64
@@ -57,13 +56,13 @@ def data_dir_or_default(data_dir: str | os.PathLike | None) -> Path:
     return Path(data_dir or os.environ.get("MULO_DATA") or "data").expanduser()
 
 
-def _find(name: str, folder: Path, files: list[str], partial: bool = False) -> list[Path]:
-    """Paths of these files of the data set `name`: all must exist, or one with `partial`."""
+def _find(name: str, folder: Path, files: list[str]) -> list[Path]:
+    """Paths of these files of the data set `name`; all must exist."""
     missing = [file for file in files if not (folder / file).is_file()]
-    if missing and not (partial and len(missing) < len(files)):
-        what = ", ".join(missing) if len(missing) < 11 else f"{missing[0]} to {missing[-1]}"
-        raise FileNotFoundError(f"{name}: {folder} lacks {what}: {HOW_TO_GET[name]}.")
-    return [folder / file for file in files if file not in missing]
+    if missing:
+        names = ", ".join(missing) if len(missing) < 11 else f"{missing[0]} to {missing[-1]}"
+        raise FileNotFoundError(f"{name}: {folder} lacks {names}: {HOW_TO_GET[name]}.")
+    return [folder / file for file in files]
 
 
 def _read(path: Path) -> bytearray:
@@ -78,11 +77,11 @@ def _read(path: Path) -> bytearray:
     if hashlib.sha256(content).hexdigest() != known:
         problem = f"is not the published file (its sha256 is not {known[:8]}...)"
         raise ValueError(f"{path} {problem}: get it again.")
-    return bytearray(content)  # torch wants it writable
+    return bytearray(content)  # writable, as torch requires
 
 
 def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
-    """From IDX files: a header of 4 bytes, and of 4 for each axis; then the array."""
+    """From IDX files: a header of 4 bytes, 4 bytes for each axis, then the array."""
     part = "t10k" if test else "train"
     files = [f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz"]
     x, y = map(_read, _find(name, folder, files))
@@ -90,13 +89,13 @@ def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
     return x, np.frombuffer(y, np.uint8, offset=8).astype(np.int64)
 
 
-def read_cifar10(folder: Path, test: bool, parts: int, partial: bool) -> Arrays:
-    """The test images, or the first `parts` of the five files of training images.
+def read_cifar10(folder: Path, test: bool, parts: int) -> Arrays:
+    """The test images, or those of the first `parts` of the five training files.
 
-    A file is records of a label and 1024 bytes each of R, G and B.
+    A record of a file is a label and 1024 bytes each of R, G and B.
     """
     files = ["test_batch.bin"] if test else [f"data_batch_{k + 1}.bin" for k in range(parts)]
-    paths = _find("cifar10", folder / "cifar-10-batches-bin", files, partial)
+    paths = _find("cifar10", folder / "cifar-10-batches-bin", files)
     records = np.concatenate([np.frombuffer(_read(path), np.uint8) for path in paths])
     records = records.reshape(-1, 3073)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64)
@@ -115,7 +114,7 @@ def _read_npz(path: Path, side: int) -> Arrays:
 
 
 def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
-    """Memory-map images, from a file that is made from the .npz files at first use."""
+    """Images, memory-mapped from a file that is converted from the .npz files at first use."""
     side, split = int(name.removeprefix("imagenet")), "val" if test else "train"
     x_path, y_path = folder / f"{split}_x.uint8", folder / f"{split}_y.npy"
     if not (x_path.is_file() and y_path.is_file()):
@@ -131,7 +130,7 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
 
         write_atomically(x_path, write_images)
         write_atomically(y_path, lambda file: np.save(file, np.concatenate(labels)))
-    x = np.memmap(x_path, np.uint8, "c")  # torch wants it writable; writes do not reach the file
+    x = np.memmap(x_path, np.uint8, "c")  # copy-on-write: torch requires writable memory
     y = np.load(y_path)
     if len(x) != len(y) * 3 * side**2:
         raise ValueError(f"{x_path} is damaged: delete it, to convert the .npz files again.")
@@ -144,33 +143,19 @@ def read_text(path: Path) -> np.ndarray:
     return np.fromfile(path, np.uint8)
 
 
-def read_lm1b(
-    folder: Path, test: bool, seq_len: int, tokenizer: Callable | None, partial: bool
-) -> tuple[np.ndarray, int]:
+def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     """Sentences as rows of seq_len + 1 ids, cropped or padded with -1; and the vocabulary size.
 
-    Without a tokenizer the one sentencepiece *.model in the folder tokenizes them at first use,
-    into a file that is memory-mapped.
+    The sentencepiece *.model in the folder tokenizes them at first use, into a file that is
+    memory-mapped.
     """
     part, files = "training", [f"news.en-{k:05}-of-00100" for k in range(1, 100)]
     if test:
         part, files = "heldout", [f"news.en.heldout-{k:05}-of-00050" for k in range(50)]
-    paths = _find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files, partial)
-
-    def rows(encode: Callable[[str], Iterable[int]]) -> Iterator[np.ndarray]:
-        for path in tqdm(paths, "tokenizing lm1b"):
-            for sentence in filter(str.strip, path.read_bytes().decode().split("\n")):
-                ids = list(encode(sentence))[: seq_len + 1]
-                yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
-
-    if tokenizer:
-        found = np.stack(list(rows(tokenizer)))
-        if not -1 <= found.min() <= found.max() < VOCABULARY:
-            raise ValueError(f"the tokenizer's ids must be between 0 and {VOCABULARY - 1:,}.")
-        return found, VOCABULARY
+    paths = _find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files)
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:
-        fix = "put one sentencepiece model of 32,000 pieces there, or pass tokenizer="
+        fix = "put one sentencepiece model of 32,000 pieces there"
         raise FileNotFoundError(f"lm1b: {folder} has {len(models)} files *.model: {fix}.")
     try:
         import sentencepiece
@@ -178,18 +163,24 @@ def read_lm1b(
         raise ImportError(f"{models[0]} needs sentencepiece: pip install sentencepiece.") from None
     content = models[0].read_bytes()
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    cache = folder / f"{part}_{len(paths)}_{seq_len}_{digest}.int32"
+
+    def rows() -> Iterator[np.ndarray]:
+        for path in tqdm(paths, "tokenizing lm1b"):
+            for sentence in filter(str.strip, path.read_bytes().decode().split("\n")):
+                ids = model.encode(sentence)[: seq_len + 1]
+                yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
+
+    cache = folder / f"{part}_{seq_len}_{hashlib.sha256(content).hexdigest()[:16]}.int32"
     if not cache.is_file():
-        write_atomically(cache, lambda file: file.writelines(rows(model.encode)))
+        write_atomically(cache, lambda file: file.writelines(rows()))
     return np.memmap(cache, np.int32, "c").reshape(-1, seq_len + 1), model.vocab_size()
 
 
 def download(name: str, data_dir: str | os.PathLike | None = None) -> None:
     """Download a data set and unpack it. Its files are checked when they are read."""
     if name not in DOWNLOADS:
-        how = HOW_TO_GET.get(name, f"there are {' and '.join(DOWNLOADS)}")
-        raise ValueError(f"{name!r} cannot be downloaded from here: {how}.")
+        fix = HOW_TO_GET.get(name, f"use {' or '.join(DOWNLOADS)}")
+        raise ValueError(f"{name!r} cannot be downloaded from here: {fix}.")
     folder = data_dir_or_default(data_dir) / DOWNLOADS[name][0]
     folder.mkdir(parents=True, exist_ok=True)
     for url in DOWNLOADS[name][1]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import mulo
-from mulo import checkpoints, metatrain, roles
+from mulo import checkpoints, metatrain, recipes, roles
 from mulo.evaluate import Contender, Job, Results
 from mulo.paper.claims import EXPERIMENTS, Suite, cells, guess, lines
 from mulo.paper.report import Finding, draw_final
@@ -42,7 +42,7 @@ TIME = {  # what happens after the meta-trained horizon: schedule, changes to th
 class MetaTraining:
     """A meta-training run, as a job for `Results.execute`."""
 
-    recipe: metatrain.Recipe
+    recipe: recipes.Recipe
     path: Path
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class MetaTraining:
 
     def run(self, device: str = "cpu", backend: str = "auto") -> None:
         recipe = dataclasses.replace(self.recipe, backend=backend)
-        trainer = metatrain.Trainer(recipe, metatrain.new_lo(recipe, device))
+        trainer = metatrain.Trainer(recipe, recipes.new_lo(recipe, device))
         with contextlib.suppress(FloatingPointError):  # a variant that fails is kept as it is then
             for _ in range(self.recipe.steps):
                 trainer.advance()
@@ -70,7 +70,7 @@ class MetaTraining:
 
 def variants(suite: Suite, results: Results) -> dict[str, list[Contender]]:
     """Variants of BASE, from several seeds each; meta-trains what is missing."""
-    base, runs = metatrain.recipe(BASE, suite.scale), {}
+    base, runs = recipes.recipe(BASE, suite.scale), {}
     if suite.scale == "desk":
         base = dataclasses.replace(base, **ABLATED)
     for name, changes in {

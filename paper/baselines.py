@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from mulo import metatrain, tasks, training
+from mulo import recipes, tasks, training
 from mulo.checkpoints import write_atomically
 
 if TYPE_CHECKING:
@@ -119,13 +119,13 @@ def tuned(which: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps."""
     if which == "adamw_default":
         return DEFAULT
-    horizons = [metatrain.recipe("mulo_m", scale).unroll for scale in metatrain.SCALES]
+    horizons = [recipes.recipe("mulo_m", scale).unroll for scale in recipes.SCALES]
     width = task.width if which == "adamw_oracle" else None
     which = "adamw" if width else which
     for length in [steps] if width or schedule != "constant" else [*horizons, steps]:
         if values := best(which, task.kind, length, schedule, width):
             return {k: values[k] for k in FIELDS}
-    kind = (task.own and task.own.file) or task.kind
+    kind = task.kind
     flags = " --scale paper" if (which, kind) in PAPER else ""
     if width:
         flags += f" --width {width} --every-width"

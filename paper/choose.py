@@ -1,6 +1,5 @@
-"""After meta-training: the comparison that ends a run, validation, the choice of what is shipped.
+"""After meta-training: validation, the choice of what is shipped.
 
-    print(closing_report(run, "cpu"))                          # the last lines of `metatrain.py`
     choose("mulo_m", [Path("runs/mulo_m_desk_seed0"), ...])    # `python evaluate.py choose`
 
 Among several meta-training seeds the best is chosen by its final losses on tasks that no evaluation
@@ -14,14 +13,10 @@ import json
 from pathlib import Path
 from statistics import geometric_mean
 
-import torch
-
 import mulo
-from mulo import checkpoints, metatrain, tasks
+from mulo import checkpoints, tasks
 from mulo.checkpoints import write_atomically
-from mulo.evaluate import Contender, Job, Results, contender
-from mulo.paper import baselines, report
-from mulo.roles import ALL
+from mulo.paper import baselines
 from mulo.training import final_loss, train, with_rules
 
 # Only for choosing among recipes and meta-training seeds: no evaluation uses these.
@@ -36,46 +31,6 @@ OTHER_FAMILIES = (  # for optimizers that were meta-trained on a mixture
     ("pixels_lm_w48_d2_b8", 500, "cosine"),
 )  # fmt: skip
 VALIDATION_SEEDS = [7001, 7002]
-
-
-def closing_report(run: metatrain.Run, device: str) -> str:
-    """Compare the result of a run with baselines: a picture in its folder, and sentences.
-
-    Baselines for which no tuned values are known have their rates tuned now.
-    """
-    r, results = run.trainer.recipe, Results(run.out, device)
-    widest = max(r.widths)
-    rules, values = ALL if r.mup else (), {}
-    for which in baselines.BASELINES:
-        tuning = baselines.Tuning(which, f"{r.kind}_w{widest}_d{r.depth}", r.unroll)
-        values[which] = baselines.best(*tuning.key()) or tuning.run(device)
-    who = [Contender("untrained", rules, metatrain.new_lo(r))]
-    who += [Contender(r.name, rules, mulo.load(run.out / "lo.pt")), *map(contender, values)]
-    first, last = metatrain.mean_loss(run.rows[:20]), metatrain.mean_loss(run.rows[-20:])
-    said = [f"meta-loss {first:.4g} -> {last:.4g} in {run.seconds / 60:.1f} minutes."]
-    fig, (ax, *axes) = report.figure(3)
-    meta = torch.tensor([row["meta_loss"] for row in run.rows])
-    window = min(20, len(meta))
-    ax.plot(meta, color="0.7")
-    ax.plot(range(window - 1, len(meta)), meta.unfold(0, window, 1).mean(-1), "k")
-    ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
-    for ax, width, nets in zip(axes, (widest, 8 * widest), (3, 1), strict=True):
-        task, seeds = f"{r.kind}_w{width}_d{r.depth}", tuple(range(9001, 9001 + nets))
-        jobs = [Job(c, task, r.unroll, seeds=seeds, values=values.get(c.name)) for c in who]
-        results.run(jobs, f"comparison at width {width}")
-        curves = {job.who.name: results.losses(job) for job in jobs}
-        top = 1.1 * float(curves[r.name][0].mean())
-        report.draw_curves(ax, curves, r.unroll, top, title=jobs[0].task)
-        ax.legend()
-        final = {name: f"{final_loss(losses).mean():.4g}" for name, losses in curves.items()}
-        baseline = ", ".join(f"tuned {report.label(name)} {final[name]}" for name in values)
-        said.append(
-            f"Final loss at width {width}, {'one net' if nets == 1 else f'{nets} nets'}: {r.name} "
-            f"{final[r.name]}; untrained {final['untrained']}, {baseline}."
-        )
-    report.save(fig, run.out / "picture.png")
-    said.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
-    return "\n".join(said)
 
 
 def validate(lo: mulo.LO, r: dict | None, device: str = "cpu") -> dict[str, float]:

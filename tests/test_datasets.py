@@ -103,14 +103,14 @@ def test_embedded_fashion(monkeypatch, tmp_path):
 
 def test_splits_are_disjoint(tmp_path):
     """Of sets without test files: "train" and "test" make up "all", which is the default."""
-    put(tmp_path / "some.txt", bytes(range(125)) * 8)
+    put(tmp_path / "a.txt", bytes(range(125)) * 8)
     for name, field, n in (
         ("fashion10k", "x", 8000), ("fashion10k", "y", 8000), ("pixels", "data", 8000),
-        ("text:some.txt", "data", 900),
+        ("text:a.txt", "data", 900),
     ):  # fmt: skip
         default, *parts = (
-            getattr(datasets.load(name, tmp_path, **how), field)
-            for how in ({}, {"split": "all"}, {"split": "train"}, {"split": "test"})
+            getattr(datasets.load(name, tmp_path, **options), field)
+            for options in ({}, {"split": "all"}, {"split": "train"}, {"split": "test"})
         )
         assert torch.equal(default, parts[0])
         assert torch.equal(default[:n], parts[1])
@@ -166,7 +166,7 @@ def test_mask_is_false_where_the_target_is_padding():
 
 def test_text_as_bytes(tmp_path):
     content = "Größe, 大きさ. ".encode() * 20
-    path = put(tmp_path / "some.txt", content)
+    path = put(tmp_path / "a.txt", content)
     d = datasets.load(f"text:{path}", seq_len=16)
     assert d.classes == 256
     tokens, targets, mask = d.batch([seed(k) for k in range(3)], 4)
@@ -241,11 +241,11 @@ def test_names_splits_and_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MULO_DATA", raising=False)
     for folder, size in (("data", 70), ("other", 80)):
-        put(tmp_path / folder / "some.txt", bytes(size))
-    assert len(datasets.load("text:some.txt")) == 70 - 64  # ./data
+        put(tmp_path / folder / "a.txt", bytes(size))
+    assert len(datasets.load("text:a.txt")) == 70 - 64  # ./data
     monkeypatch.setenv("MULO_DATA", str(tmp_path / "other"))
-    assert len(datasets.load("text:some.txt")) == 80 - 64
-    assert len(datasets.load("text:some.txt", tmp_path / "data")) == 70 - 64  # the argument wins
+    assert len(datasets.load("text:a.txt")) == 80 - 64
+    assert len(datasets.load("text:a.txt", tmp_path / "data")) == 70 - 64  # the argument wins
 
 
 def test_teachers_of_other_sizes():

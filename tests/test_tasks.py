@@ -3,6 +3,8 @@
 import itertools
 import math
 import re
+import runpy
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,9 @@ import torch
 from torch import nn
 
 import mulo
-from mulo import evaluate, metatrain, tasks, training
+from mulo import metatrain, tasks, training
 from mulo.optimizees import datasets
 from mulo.optimizees.models import MLP
-from mulo.paper import baselines
 from mulo.roles import ALL, NORMS, coordinate_check, weights_of
 
 ROOT = Path(__file__).parents[1]
@@ -120,11 +121,11 @@ def test_any_width_and_depth():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mlp_w128", "unknown kind 'mlp': use one of in32_mlp, .*text_lm, or a .py file that reg"),
+        ("mlp_w128", "unknown kind 'mlp': use one of in32_mlp, .*text_lm"),
         ("in32_mlp_w128", "'in32_mlp_w128' has no depth: use in32_mlp_w128_d3"),
         ("resnet_w128_d3", "resnet_w128: a resnet's width is a multiple of 32, its depth 18"),
         ("", "unknown task '': a name is kind, width and depth, such as fashion8_mlp_w64_d3"),
-        ("fashion8_mlp", "`python tasks.py` lists them all"),
+        ("fashion8_mlp", "`python tasks.py` lists them"),
         ("c10_mlp_w64_d1", "c10_mlp_w64_d1 is too small: use w1_d2 or more"),
         ("fashion_resnet_w40", "fashion_resnet_w40: a resnet's width is a multiple of 32"),
         ("fashion_resnet_w0", "too small: use w1_d1 or more"),
@@ -306,12 +307,12 @@ def test_coordinate_check_with_adam(kind):
 
 
 def test_command_line(monkeypatch, capsys, complaint):
-    def said(*args):
+    def run(*args):
         monkeypatch.setattr(sys, "argv", ["tasks.py", *args])
         tasks.main()
         return capsys.readouterr().out
 
-    listed, shown = said(), said("c10_mlp_w96_d5")
+    listed, shown = run(), run("c10_mlp_w96_d5")
     assert all(name in listed for name in (*tasks.PAPER, *tasks.DESK))
     assert "layers.3.weight" in shown
     assert "hidden" in shown
@@ -324,20 +325,24 @@ def test_command_line(monkeypatch, capsys, complaint):
 
 @pytest.fixture
 def no_kinds(monkeypatch):
-    """What is registered in a test is forgotten after it."""
+    """Kinds that a test registers are forgotten after it."""
     monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
-    monkeypatch.setattr(tasks, "FILES", {})
 
 
-OWN = (ROOT / "examples" / "own_task.py").read_text()
+OWN = ROOT / "examples" / "own_task.py"
+
+
+def edited(tmp_path, old="", new=""):
+    """Run a copy of the example in which something is replaced."""
+    (tmp_path / "mine.py").write_text(OWN.read_text().replace(old, new))
+    runpy.run_path(str(tmp_path / "mine.py"))
 
 
 def test_own_task(no_kinds):
     """The example: its parts, its losses against a loop over single nets, and Adam trains it."""
-    P, task = 3, tasks.get(f"{ROOT}/examples/own_task.py_w16_d4")
+    runpy.run_path(str(OWN))
+    P, task = 3, tasks.get("sines_w16_d4")
     assert (task.name, task.kind, task.shape) == ("sines_w16_d4", "sines", (8,))
-    assert task == tasks.get("sines_w16_d4")
-    assert task == tasks.get(f"{ROOT}/tests/../examples/own_task.py_w16_d4")  # imported once
     assert task.roles() | {"6.weight": "output", "2.weight": "hidden"} == task.roles()
     assert tasks.get("sines_w16_d4", loss_bound=3.0).loss_bound == 3
     batch = task.data().batch([seeded(k) for k in range(P)], 5)
@@ -364,24 +369,24 @@ def test_cross_entropy_is_the_default(no_kinds):
     torch.testing.assert_close(task.losses(params, batch), known.losses(params, batch))
 
 
-WRONG = {  # what is replaced in the example, by what: what is said about it
+WRONG = {  # text of the example, its replacement: the error
     ('"sines"', '"vit"'): "'vit' cannot be registered: use letters, and none of in32_mlp, ",
     ('"sines"', '"my sines"'): "'my sines' cannot be registered",
     (", loss_bound=0.75", ""): "sines has no classes: give tasks.register a loss_bound",
+    ("loss_bound=0.75", "loss_bound=0"): "loss_bound must be a number above 0, not 0",
     ("shape, classes = (8,), None", "shape = (8,)"): "the data set has no 'classes'",
     ("(8,), None", "(9,), None"): r"gives \[\(3, 2, 8\), .*: make the inputs \(3, 2, 9\)",
-    (
-        "tasks.register",
-        "(lambda *parts, **numbers: 0)",
-    ): r"mine\.py registers no kind: call tasks\.register in it once",
 }
 
 
 @pytest.mark.parametrize("edit", WRONG)
 def test_own_tasks_that_are_wrong(edit, tmp_path, no_kinds):
-    (tmp_path / "mine.py").write_text(OWN.replace(*edit))
+    def use():
+        edited(tmp_path, *edit)
+        tasks.get("sines_w8_d3")
+
     with pytest.raises(ValueError, match=WRONG[edit]):
-        tasks.get(f"{tmp_path}/mine.py_w8_d3")
+        use()
 
 
 def test_own_models_and_losses_that_are_wrong(no_kinds):
@@ -404,71 +409,35 @@ def test_own_models_and_losses_that_are_wrong(no_kinds):
         tasks.get("norm_w8_d2").init(2, seeded())
 
 
-def test_files_of_one_kind_are_told_apart(tmp_path, no_kinds):
-    for name in ("a.py", "b.py"):
-        (tmp_path / name).write_text(OWN)
-    first = tasks.get(f"{tmp_path}/a.py_w8_d3")
-    with pytest.raises(ValueError, match=r"b\.py registers 'sines', and so does .*a\.py: rename"):
-        tasks.get(f"{tmp_path}/b.py_w8_d3")
-    assert tasks.get("sines_w8_d3") == first
+def test_an_edited_task_has_another_digest(tmp_path, no_kinds):
+    """Kept losses are keyed by it."""
+    digests = []
+    for old, new in (("", ""), ("", ""), ("square()", "abs()")):
+        edited(tmp_path, old, new)
+        digests.append(tasks.get("sines_w8_d3").own.digest)
+    assert digests[0] == digests[1] != digests[2]
 
 
-def test_errors_of_ones_own_code_have_a_traceback(tmp_path, no_kinds, monkeypatch, complaint):
-    """They are not cut to a sentence, at import and in training; errors of ours are."""
+def test_own_task_on_the_command_line(tmp_path, no_kinds, monkeypatch):
+    """Meta-trained, resumed, and evaluated in two worker processes, which register it again."""
     monkeypatch.chdir(tmp_path)
-
-    def run(text, program=metatrain, *flags):
-        (tmp_path / "mine.py").write_text(text)
-        flags = flags or ("--kind", "mine.py", "--steps", "1", "--out", tmp_path / "run")
-        monkeypatch.setattr(sys, "argv", ["program", *map(str, flags)])
-        program.main()
-
-    with pytest.raises(ValueError, match="at import"):
-        run("raise ValueError('at import')")
-    tasks.FILES.clear()
-    wrong = OWN.replace("return (output", "raise ValueError('in training')\n    return (output")
-    with pytest.raises(ValueError, match="in training"):
-        run(wrong)
-    who = [ROOT / "weights" / name for name in ("mulo_m.pt", "lo_m.pt")]
-    flags = ("task", "mine.py_w8_d3", "--steps", 2, "--seeds", 1, "--processes", 2, "--who", *who)
-    with pytest.raises(RuntimeError, match=r"2 of 2 jobs failed: .*in training") as error:
-        run(wrong, evaluate, *flags)
-    assert 'mine.py", line' in str(error.value.__cause__.__cause__)  # of the worker process
-    assert "no learned optimizer" in complaint(evaluate, *flags, "x")
+    small = "--steps 2 --widths 8 --pairs 2 --truncation 3 --unroll 5 --shortest 5 --batch-size 8"
+    for line in (f"{small} --out run", "--resume run --steps 3"):
+        monkeypatch.setattr(sys, "argv", [str(OWN), *line.split(), "--no-picture"])
+        runpy.run_path(str(OWN), run_name="__main__")
+    assert len((tmp_path / "run" / "log.csv").read_text().splitlines()) == 4
+    flags = "--who run adamw_default --steps 5 --seeds 1 --processes 2 --out results"
+    command = [sys.executable, OWN, "evaluate", "task", "sines_w8_d3", "sines_w16_d3"]
+    done = subprocess.run([*command, *flags.split()], capture_output=True, text=True)
+    losses = re.findall(r"sines_w\d+_d3 +(\S+) +(\S+)", done.stdout)
+    assert len(losses) == 2, done.stderr
+    assert all(0.1 < float(x) < 0.75 for row in losses for x in row)
 
 
-def test_own_task_on_the_command_line(tmp_path, no_kinds, monkeypatch, capsys):
-    """Meta-trained, extended, tuned for and evaluated; it is in a folder of its own, with a module
-    that it imports."""
-    monkeypatch.setattr(baselines, "TUNED", tmp_path / "tuned")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
-    mine.mkdir(), elsewhere.mkdir()
-    start, end = OWN.index("class Sines"), OWN.index("def build")
-    (mine / "own_data.py").write_text("import torch\n\n\n" + OWN[start:end])
-    (mine / "mine.py").write_text(f"{OWN[:start]}from own_data import Sines\n\n\n{OWN[end:]}")
-
-    def run(program, line, folder=tmp_path):
-        tasks.KINDS.pop("sines", None), tasks.FILES.clear()  # as in a new process
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["program", *line.split()])
-        program.main()
-        return capsys.readouterr().out
-
-    small = "--steps 3 --widths 8 --pairs 2 --truncation 3 --unroll 5 --shortest 5 --batch-size 8"
-    said = run(metatrain, f"--kind mine/mine.py {small} --out run")
-    assert "Final loss at width 64, one net: mulo_m 0." in said
-    said = run(metatrain, "--resume ../run --steps 5 --no-picture", elsewhere)
-    assert "5 steps in place of 3" in said
-    said = run(evaluate, "tune mine/mine.py --width 8 --steps 5 --seeds 1")
-    assert "of 504, kept in" in said
-    assert (tmp_path / "tuned" / "sines.json").exists()
-    names = "mine/mine.py_w8_d3 mine/mine.py_w16_d3"
-    said = run(evaluate, f"task {names} --who run adamw --steps 5 --seeds 2 --processes 1")
-    _, head, *rows, last = said.splitlines()
-    assert head.split() == ["run", "adamw"]
-    assert [row.split()[0] for row in rows] == ["sines_w8_d3", "sines_w16_d3"]
-    losses = [float(x) for row in rows for x in re.findall(r"(\S+) ±", row)]
-    assert len(losses) == 4
-    assert all(0.1 < x < 0.75 for x in losses)
-    assert last == "All nets were trained now; their losses are kept in results."
+def test_errors_of_ones_own_code_are_raised(tmp_path, no_kinds, monkeypatch):
+    """They are not cut to a sentence, as errors of ours are."""
+    edited(tmp_path, "return (output", "raise ValueError('mine')  #")
+    flags = ["--kind", "sines", "--steps", "1", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["mine.py", *flags])
+    with pytest.raises(ValueError, match="mine"):
+        metatrain.main()

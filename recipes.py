@@ -1,0 +1,184 @@
+"""The recipes of meta-training: every number of a run, at desk scale and at the paper's.
+
+    r = recipe("mulo_m")                          # at desk scale: minutes on a laptop
+    r = recipe("mulo_m", "paper", pairs=4)        # the paper's recipe, with one number changed
+    lo = new_lo(r)                                # the learned optimizer it starts from
+
+`python metatrain.py --help` lists the numbers with their defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+import mulo
+from mulo import kernels, roles, tasks
+
+SCALES = ("desk", "paper")
+
+
+def number(default, meaning: str):
+    """A field of Recipe that is also a flag of metatrain.py; --help prints its meaning."""
+    return dataclasses.field(default=default, metadata={"help": meaning})
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """All numbers of a run. The defaults are the paper's (appendix C)."""
+
+    name: str = "mulo_m"
+    scale: str = "paper"
+    seed: int = number(0, "seed of all random numbers of the run")
+    net: str = "small_fc"  # or "velo"
+    mup: bool = True
+    kind: str = number("in32_mlp", "kind of the tasks; `python tasks.py` lists them")
+    widths: tuple[int, ...] = number((128, 512, 1024), "widths of the nets, one task for each")
+    depth: int = number(3, "depth of the nets")
+    batch_size: int = number(4096, "examples per inner step")
+    mixture: tuple[str, ...] = number((), "tasks by name, in place of the four flags above")
+    per_step: int = number(0, "tasks that an outer step unrolls, in turn; 0: all of them")
+    hidden_size: int = number(32, "size of the learned optimizer's MLP (the authors': 32, VeLO: 4)")
+    lstm_hidden: int = number(128, "VeLO: size of the LSTM")
+    param_inits: int = number(64, "VeLO: size of the bank of MLPs")
+    # VeLO's factor RMS(W) on the update. DIVERGES: off in SP too, or output layers, which start at
+    # 0, never move; μP rules it out.
+    param_scale_mult: bool = False
+    eps: str = number("reference", "how epsilons scale: reference, relative or fan_in")
+    eps_rms: float = number(1e-5, "epsilon in the normalizer of the features")
+    anneal: float = number(0.0, "beyond the unroll, updates shrink as (unroll / t)^X")
+    input_base: float = number(0.0, "input size of the input rule (see README); 0: no such rule")
+    by_channels: bool = False  # the channel rule
+    lam1: float = number(0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO")
+    pairs: int = number(8, "antithetic pairs of perturbations per task")
+    micro_batch: int = number(4, "pairs that advance together: fewer take less memory")
+    sigma: float = number(0.01, "standard deviation of the perturbations")
+    unroll: int = number(1000, "inner steps of the longest unroll")
+    shortest: int = number(100, "inner steps of the shortest unroll; lengths are log-uniform")
+    truncation: int = number(50, "inner steps per outer step")
+    cosine: float = number(0.0, "share of the pairs that train under a cosine schedule")
+    steps: int = number(5000, "outer steps")
+    warmup: int = number(100, "outer steps of linear warm-up of the outer learning rate")
+    lr: float = number(3e-3, "outer learning rate after the warm-up")
+    lr_end: float = number(1e-3, "outer learning rate at the end, reached by a cosine")
+    weight_decay: float = number(1e-4, "weight decay of the outer AdamW")
+    # DIVERGES: the reference clips the update.
+    clip: float = number(1.0, "largest norm of the meta-gradient")
+    backend: str = number("auto", f"of the optimizer's step: {', '.join(kernels.BACKENDS)}")
+    tf32: bool = number(False, "compute the nets' (not the optimizer's) matrix products in TF32")
+
+    def __post_init__(self):
+        counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
+        for name in ("sigma", "lr", "lr_end", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}.")
+        if min(self.widths, default=0) < 1 or self.warmup < 0:
+            raise ValueError(
+                f"widths must be 1 or more, warmup 0 or more, not {self.widths} and {self.warmup}."
+            )
+        if not 0 <= self.seed < 10**9:
+            raise ValueError(f"seed must be between 0 and 999,999,999, not {self.seed}.")
+        if self.shortest > self.unroll:
+            raise ValueError(f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it.")
+        if self.backend not in kernels.BACKENDS:
+            choices = ", ".join(kernels.BACKENDS)
+            raise ValueError(f"unknown backend {self.backend!r}: use one of {choices}.")
+
+    def tasks(self) -> list[tasks.Task]:
+        """The tasks of a run, in μP or SP."""
+        rules = roles.ALL if self.mup else ()
+        if self.mixture:
+            return [tasks.get(name, rules=rules) for name in self.mixture]
+        names = (f"{self.kind}_w{width}_d{self.depth}" for width in self.widths)
+        return [tasks.get(name, rules=rules, batch_size=self.batch_size) for name in names]
+
+
+# At this size a larger sigma, unrolls of one length and small batches train dependably; the noise
+# of small batches teaches the optimizer to average gradients.
+DESK = {
+    "scale": "desk", "kind": "fashion8_mlp", "widths": (16, 32, 64), "batch_size": 16,
+    "hidden_size": 8, "sigma": 0.05, "unroll": 500, "shortest": 500, "truncation": 25,
+    "steps": 800, "warmup": 50, "lr": 3e-3, "lr_end": 3e-4, "micro_batch": 8, "anneal": 0.5,
+}  # fmt: skip
+SP = {"mup": False, "lam1": 0.001}
+VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
+DESK_VELO = {  # a bank of 256 as in the authors' VeLO: the MLPs of a small bank are large and noisy
+    "lstm_hidden": 16, "param_inits": 256, "sigma": 0.02, "lr": 4e-3, "lr_end": 4e-4, "steps": 500,
+    "anneal": 0.0,
+}  # fmt: skip
+DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: with 0.001, SP nets diverge from the start
+RECIPES = {
+    "mulo_s": {},
+    "mulo_m": {},
+    "muvelo_m": VELO,
+    "lo_s": SP,
+    "lo_m": SP,
+    "velo_m": VELO | SP,
+}
+
+
+def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
+    """A named recipe with some numbers changed. An `_s` optimizer sees only the first width."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}: use one of {', '.join(RECIPES)}.")
+    if scale not in SCALES:
+        raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.")
+    fields = {"name": name} | (DESK if scale == "desk" else {}) | RECIPES[name]
+    if scale == "desk" and fields.get("net") == "velo":
+        fields |= DESK_VELO if fields.get("mup", True) else DESK_VELO | DESK_VELO_SP
+    if name.endswith("_s"):
+        fields["widths"] = fields.get("widths", Recipe.widths)[:1]
+    r = Recipe(**(fields | changes))
+    if not r.mup or "input_base" in changes:
+        return r
+    return dataclasses.replace(r, by_channels=True, input_base=input_size(r.tasks()[0]))
+
+
+def input_size(task: tasks.Task) -> float:
+    """The fan_in of a task's first input layer, the base of the input rule; 0 if there is none."""
+    weights = ((w, task.roles()[w.name]) for w in roles.weights_of(task.skeleton()))
+    return next((float(w.fan_in) for w, role in weights if roles.kind_of(w, role) == "input"), 0.0)
+
+
+def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
+    """The learned optimizer that a run starts from."""
+    names = {field.name for field in dataclasses.fields(mulo.LOConfig)}
+    config = {k: v for k, v in vars(r).items() if k in names} | {"input_base": r.input_base or None}
+    if r.net == "velo":
+        net = mulo.VeLO
+    else:
+        net, config["t_max"] = mulo.SmallFC, float(r.unroll)
+    return net(mulo.LOConfig(**config), torch.Generator().manual_seed(r.seed)).to(device)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each `number` of Recipe; --help shows mulo_m's values at both scales."""
+    group = parser.add_argument_group("numbers of the recipe, to override (shown: mulo_m's)")
+    at_scale = [vars(recipe("mulo_m", scale)) for scale in SCALES]
+    for field in dataclasses.fields(Recipe):
+        if meaning := field.metadata.get("help"):
+            several = isinstance(field.default, tuple)
+            kind = type(field.default) if not several else type((*field.default, "")[0])
+            options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
+            options |= {"nargs": "+"} if several else {}
+            options = {"action": "store_true", "default": None} if kind is bool else options
+            values = [str(numbers[field.name]).strip("()") for numbers in at_scale]
+            text = values[0] if values[0] == values[1] else f"desk: {values[0]}; paper: {values[1]}"
+            flag = f"--{field.name.replace('_', '-')}"
+            group.add_argument(flag, help=f"{meaning} ({text or 'none'})", **options)
+
+
+def changes(args: argparse.Namespace) -> dict:
+    """The numbers given on the command line, for `recipe`."""
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.metadata}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return {k: v for k, v in given.items() if v is not None}
+
+
+if __name__ == "__main__":
+    raise SystemExit("recipes.py is a module, not a command: use `from mulo import recipes`.")
