@@ -94,7 +94,7 @@ class Graphs(nn.Module):
         rates = features.rates_of({"w0": torch.zeros(1, 1, 1)} if velo else mulo.stacked(lo))
         buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
         if not velo or "hyper" in (only or kinds(lo.config)):  # VeLO's steps are given theirs
-            buffers |= {k: w for k, w in mulo.stacked(lo).items() if k != "multipliers"}
+            buffers |= {k: w for k, w in mulo.stacked(lo).items()}
         for k, x in buffers.items():
             self.register_buffer(k, x.detach().float().clone())
 
@@ -242,9 +242,7 @@ def signature(lo: LO, kind: str) -> dict:
 def describe(lo: LO, name: str) -> dict:
     """The contract as data: what every exported file carries."""
     names = {"init": "init variance", "multiplier": "output multiplier", "update": "update"}
-    multipliers = [1.0] * len(roles.TENSOR_KINDS)
-    if lo.config.multipliers:
-        multipliers = roles.learned_factors(lo.multipliers, slice(None)).flatten().tolist()
+    kinds_of_tensors = ("input", "hidden", "conv", "output", "table", "norm", "bias")
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -254,7 +252,7 @@ def describe(lo: LO, name: str) -> dict:
         "mup": {
             k: {names[x]: n for x, n in rule._asdict().items()} for k, rule in roles.RULES.items()
         },
-        "multipliers": dict(zip(roles.TENSOR_KINDS, multipliers, strict=True)),
+        "multipliers": dict.fromkeys(kinds_of_tensors, 1.0),
         "graphs": {kind: signature(lo, kind) for kind in kinds(lo.config)},
         "clip": features.CLIP[lo.config.net],
         "features": features.feature_names(lo.config.feature_set),

@@ -17,12 +17,10 @@ The paper's T, the length of a run, is `num_steps` here.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from numbers import Integral
 
 import numpy as np
@@ -33,224 +31,16 @@ __version__ = "0.2.0"
 __path__ = [os.path.dirname(os.path.abspath(__file__))]  # files beside this one are submodules
 
 from mulo import features, kernels, roles
+from mulo.checkpoints import from_pylo, from_reference, load, save
 from mulo.features import Accumulators, Dims, Eps, LossBuffer, Phi, trailing
 from mulo.kernels import folded
+from mulo.nets import LO, LOConfig, SmallFC, VeLO, generate, mlp, stacked
+from mulo.nets import NETS as NETS  # not public, but used by other modules
 from mulo.roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
 
-CHECKPOINT_NAMES = ("from_pylo", "from_reference", "load", "save")  # of checkpoints.py
-__all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "infer_roles", "init_"]
-__all__ += ["multiply_outputs_", "param_groups", *CHECKPOINT_NAMES]
-
-
-def __getattr__(name: str):
-    """Import `CHECKPOINT_NAMES` on first use, as checkpoints.py imports this module."""
-    if name in CHECKPOINT_NAMES:
-        from mulo import checkpoints
-
-        return getattr(checkpoints, name)
-    raise AttributeError(f"module 'mulo' has no attribute {name!r}")
-
-
-# ---------------------------------------------------------------- configuration and networks
-
-
-@dataclasses.dataclass(frozen=True)
-class LOConfig:
-    """Everything about a learned optimizer that is not a weight; stored in its checkpoint."""
-
-    net: str = "small_fc"  # or "velo"
-    hidden_size: int = 32  # the authors' configuration; 4 in the paper's text
-    hidden_layers: int = 2  # paper, appendix A.1.1
-    lam1: float = 0.001  # lambda_1 of eq. 2; 0.01 for the small_fc μLOs (paper, appendix C)
-    lam2: float = 0.001  # lambda_2 of eq. 2
-    spec: str = "reference"  # or "paper": the paper's literal time features, 29 VeLO features
-    eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
-    eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
-    t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
-    anneal: float = 0.0  # small_fc: beyond t_max updates shrink as (t_max / t)^anneal
-    input_base: float | None = None  # inputs in meta-training: see roles.size_factor
-    by_channels: bool = False  # hidden convolutions by 1/channels: see roles.size_factor
-    multipliers: bool = False  # small_fc: a learned factor for each of roles.TENSOR_KINDS
-    lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
-    param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
-    param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
-    use_bugged_loss_features: bool = False  # VeLO: all loss means over 10 steps (old checkpoints)
-
-    def __post_init__(self):
-        choices = {"net": ("small_fc", "velo"), "spec": ("reference", "paper")}
-        choices["eps"] = ("reference", "relative", "fan_in")
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown: use one of {allowed}.")
-        for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
-        for name in ("lam1", "lam2", "eps_rms", "anneal"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
-        for name, value in (("t_max", self.t_max), ("input_base", self.input_base)):
-            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise ValueError(f"{name} must be None or a number above 0, not {value!r}.")
-        if self.multipliers and self.net == "velo":
-            raise ValueError("VeLO scales each tensor by its alpha: leave multipliers off.")
-
-    @property
-    def feature_set(self) -> str:
-        """Which feature set: "small_fc", "velo" or "velo_paper"."""
-        return "velo_paper" if (self.net, self.spec) == ("velo", "paper") else self.net
-
-    @property
-    def num_features(self) -> int:
-        return len(features.feature_names(self.feature_set))
-
-    def layer_sizes(self) -> list[int]:
-        return [self.num_features, *[self.hidden_size] * self.hidden_layers, 2]
-
-
-def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1/fan_in) truncated at two standard deviations: the reference's init."""
-    return nn.init.trunc_normal_(torch.empty(shape), generator=generator).mul_(fan_in**-0.5)
-
-
-class LO(nn.Module):
-    """Weights phi with their config. Subclasses say which weights there are and how they start."""
-
-    default: LOConfig
-    mup: bool | None = None  # whether it was meta-trained under μP, if that is known
-
-    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
-        super().__init__()
-        self.config = dataclasses.replace(config or self.default, net=self.default.net)
-        for name, value in self.initial_weights(self.config, generator).items():
-            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-
-    def with_config(self, **fields) -> LO:
-        """A copy with the same weights under another config."""
-        new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
-        new.load_state_dict(self.state_dict())
-        new.mup = self.mup
-        return new.to(next(self.parameters()).device)
-
-    def __repr__(self):
-        return f"{type(self).__name__}({self.config})"
-
-
-class SmallFC(LO):
-    """small_fc_lopt: one MLP for every parameter; its decays are weights too, as offsets."""
-
-    default = LOConfig()
-
-    @staticmethod
-    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
-        phi = {}
-        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-            phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
-            phi[f"b{k}"] = torch.zeros(m)
-        vectors = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        vectors |= {"multipliers": len(roles.TENSOR_KINDS)} if config.multipliers else {}
-        return phi | {name: torch.zeros(n) for name, n in vectors.items()}
-
-
-class VeLO(LO):
-    """An LSTM that generates, at each step, an MLP and a learning rate alpha for every tensor."""
-
-    default = LOConfig(net="velo", hidden_size=4)
-
-    @staticmethod
-    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
-        H, K = config.lstm_hidden, config.param_inits
-        phi = {}
-        for name, n, m in (
-            ("mix", 30, H),  # linear_1 of the reference: its maximum over tensors is shared by all
-            ("embed", 30, H),  # linear_2
-            ("lstm", 2 * H, 4 * H),
-            ("controls", H, K),
-            ("alpha", H, 1),  # step_size
-        ):
-            phi[f"{name}_w"] = _truncated_normal(n, m, fan_in=n, generator=generator)
-            phi[f"{name}_b"] = torch.zeros(m)
-        phi |= {"hidden0": torch.zeros(1, H), "cell0": torch.zeros(1, H)}
-        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-            phi[f"bank_w{k}"] = _truncated_normal(K, n, m, fan_in=n, generator=generator)
-            phi[f"bank_b{k}"] = torch.zeros(K, m)
-        return phi
-
-
-NETS = {"small_fc": SmallFC, "velo": VeLO}
-
-
-def stacked(lo: LO) -> Phi:
-    """The weights of an LO with a leading axis of 1, as `step` takes them."""
-    return {name: w.unsqueeze(0) for name, w in lo.named_parameters(recurse=False)}
-
-
-def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
-    """f_phi(A) = W2 relu(W1 relu(W0 A + b0) + b1) + b2, for x (S, ..., F) -> (S, ..., 2)."""
-    shape = x.shape
-    x = x.reshape(shape[0], -1, shape[-1])
-    for k in range(hidden_layers + 1):
-        x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
-        x = x.relu() if k < hidden_layers else x
-    return x.reshape(*shape[:-1], 2)
-
-
-def lstm_step(
-    phi: Phi,  # (P | 1, ...) each
-    x: Tensor,  # (P, T, 30): features of the T tensors of P nets
-    h: Tensor,  # (P, T, H)
-    cell: Tensor,  # (P, T, H)
-) -> tuple[Tensor, Tensor]:
-    """One LSTM step for every tensor, fed with its own features and a maximum over all tensors."""
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
-
-    y = linear("embed", x) + linear("mix", x).relu().amax(-2, keepdim=True)
-    i, g, f, o = linear("lstm", torch.cat([y, h], -1)).chunk(4, -1)
-    cell = torch.sigmoid(f + 1) * cell + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(cell), cell
-
-
-def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
-    """From the LSTM's output h (P, T, H): MLP weights (P, T, ...) and the rate alpha (P, T).
-
-    phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
-    negative; the paper only calls it a learning-rate multiplier.
-    """
-    control = h @ phi["controls_w"] + phi["controls_b"].unsqueeze(-2)  # (P, T, K)
-    control = control * (100 / config.param_inits)
-    weights = {}
-    for k in range(config.hidden_layers + 1):
-        for n in "wb":
-            bank = phi[f"bank_{n}{k}"]  # (P | 1, K, ...)
-            weights[f"{n}{k}"] = (control @ bank.flatten(2)).unflatten(-1, bank.shape[2:])
-    return weights, (h @ phi["alpha_w"] + phi["alpha_b"].unsqueeze(-2)).squeeze(-1)
-
-
-def generate(
-    config: LOConfig,
-    phi: Phi,
-    memory: LossBuffer,  # of P nets
-    loss: Tensor,  # (P,)
-    decays: Tensor,  # (10,) or (P, 10), from features.loss_decays
-    t: Tensor,  # (P, T)
-    num_steps: Tensor | int,  # the length of the run; (P, 1) if nets differ
-    x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
-    h: Tensor,  # (P, T, H)
-    cell: Tensor,  # (P, T, H)
-    fractions: Tensor | None = None,  # an exported graph passes its own, as for `timescales`
-) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
-    """VeLO before each step: advance the LSTM. Returns memory, h, cell, MLP weights and alpha.
-
-    P nets of T tensors each; the weights are (P, T, ...), alpha is (P, T).
-    """
-    memory, x_loss = features.loss_features(memory, loss, decays)
-    x_time = features.fraction_features(t, num_steps, config.spec, fractions)
-    x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
-    x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
-    h, cell = lstm_step(phi, x, h, cell)
-    return memory, h, cell, *hypernetwork(config, phi, h)
+__all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "from_pylo"]
+__all__ += ["from_reference", "infer_roles", "init_", "load", "multiply_outputs_", "param_groups"]
+__all__ += ["save"]
 
 
 # ---------------------------------------------------------------- the step
@@ -434,9 +224,6 @@ class MuLO(torch.optim.Optimizer):
                 values[1] *= alpha[:, part].to(device)
             else:
                 weights = self._weights_on(device)
-                if self.lo.config.multipliers:
-                    kinds = roles.kind_indices([params[k][1]["kind"] for k in here], device)
-                    values[1] *= roles.learned_factors(weights.phi["multipliers"], kinds)
             grads = [params[k][0].grad.view_as(stacks[k].p) for k in here]
             bad = self._advance(backend, weights, [stacks[k] for k in here], grads, values)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
@@ -560,11 +347,36 @@ class MuLO(torch.optim.Optimizer):
                 stacklevel=5,  # the line that called step(), past torch's wrappers
             )
 
+    def _match_state(self, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
+        """Return each parameter with its saved state; raise if they do not fit."""
+        groups, state = ((state_dict or {}).get(k) for k in ("param_groups", "state"))
+        if groups is None or state is None or not all("scale" in group for group in groups):
+            raise ValueError("this is not what MuLO.state_dict() returned: load that.")
+        fix = "build the model, param groups and learned optimizer of the run that saved it."
+        ours, theirs = ([len(g["params"]) for g in x] for x in (self.param_groups, groups))
+        if ours != theirs:
+            raise ValueError(
+                f"the state_dict has groups of {theirs} parameters, not of {ours}: {fix}"
+            )
+        ids = [k for group in groups for k in group["params"]]
+        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        saved = []
+        for k, (p, group) in zip(ids, params, strict=True):
+            if state.get(k):
+                new = self.new_state(torch.empty_like(p, device="meta"), group["out_axis"])
+                shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
+                if shapes != {name: x.shape for name, x in new.items()}:
+                    name = roles.name_of(p, group)
+                    raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
+                saved.append((p, state[k]))
+        velo = self.lo.config.net == "velo"
+        if velo and saved and set(state.get("loss", ())) != {*LossBuffer._fields}:
+            raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
+        return saved
+
     def load_state_dict(self, state_dict: dict) -> None:
         """Continue bit for bit. The dict is copied; state stays float32 for bf16 parameters too."""
-        from mulo import checkpoints  # here, as it imports this module
-
-        saved = checkpoints.check_optimizer_state(self, state_dict)
+        saved = self._match_state(state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
         new_keys = ("names", "role", *roles.UNSCALED)  # missing in older files
         groups = [{k: g[k] for k in new_keys if k in g} | old for g, old in pairs]

@@ -21,8 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mulo.features import send
-
 
 class Rule(NamedTuple):
     """Exponents of fan_in, the number of inputs that one output sums (conv: in * kh * kw)."""
@@ -263,20 +261,7 @@ def fan_in_of(w: Weight, role: str) -> int:
     return 1 if w.kind == "bare" and role == "input" else w.fan_in
 
 
-# Kinds of tensors, each with a constant factor that μP leaves free: 1 in the paper, learned with
-# LOConfig.multipliers. "input", "hidden" and "output" are layers; "conv" is a hidden convolution.
-TENSOR_KINDS = ("input", "hidden", "conv", "output", "table", "norm", "bias")
-
 UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
-
-
-def kind_indices(kinds: Iterable[str], device: torch.device) -> Tensor:
-    return send(torch.tensor([TENSOR_KINDS.index(kind) for kind in kinds]), device)
-
-
-def learned_factors(multipliers: Tensor, kinds: Tensor | slice) -> Tensor:
-    """The learned factor on the update of each tensor, (P | 1, T), by the index of its kind."""
-    return (2 * multipliers.view(-1, len(TENSOR_KINDS))[:, kinds]).exp()  # 1 at first
 
 
 def area_of(w: Weight) -> int:
@@ -285,7 +270,7 @@ def area_of(w: Weight) -> int:
 
 
 def kind_of(w: Weight, role: str) -> str:
-    """One of TENSOR_KINDS, the "kind" of a param group; w.kind says how the module uses it."""
+    """The "kind" of a param group: a layer's role, or "conv" (hidden), "table", "norm", "bias"."""
     if w.kind == "vector":
         return "bias" if isinstance(w.module, LAYERS) else "norm"
     if w.kind == "table" or (w.kind == "bare" and role == "input"):
@@ -312,7 +297,7 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
     """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
 
-    Each group also has the `names` of its params, their `role` and `kind` (of TENSOR_KINDS).
+    Each group also has the `names` of its params, their `role` and their `kind`.
     """
     rules, groups = tuple(rules), {}
     for w, role in _with_roles(model, roles):

@@ -28,9 +28,7 @@ from mulo.roles import (
     ALL,
     area_of,
     fan_in_of,
-    kind_indices,
     kind_of,
-    learned_factors,
     power,
     size_factor,
     weights_of,
@@ -87,7 +85,6 @@ class Learned:
         scales = update_scales(task, config).values()
         fixed = [list(scales), [0.0] * len(weights), eps_scale]
         self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T)
-        self.kinds = kind_indices([kind_of(w, roles[w.name]) for w in weights], device)  # (T,)
         self._stacks: dict[str, Stack] = {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
@@ -131,8 +128,6 @@ class Learned:
         if self.config.net == "velo":
             weights, alpha = self._generate(weights, state, theta, losses, values[0])
             values[1] *= alpha
-        elif self.config.multipliers:
-            values[1] *= learned_factors(weights.phi["multipliers"], self.kinds)
         in_order = [grads[name] for name in self.dims]
         mulo.advance_(self.config, self.backend, weights, stacks, in_order, values)
 
