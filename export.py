@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import mulo
 from mulo import LO, LOConfig, checkpoints, features, kernels, roles
-from mulo.features import Accumulators, LossBuffer
+from mulo.features import Accumulators, LossBuffer, Rates
 from mulo.kernels import folded, onnxgraphs
 
 FORMAT, VERSION = "mulo-export", 2
@@ -121,7 +121,8 @@ class Graphs(nn.Module):
             scale = scale * features.param_scale(p)
         acc = Accumulators(*(x[k] for k in Accumulators._fields))
         one = x.get("eps_scale", self.one)  # ONNX optimizers delete epsilons that are scalars
-        given = p, x["g"], x["t"], scale, dims, one, self.times
+        rates = Rates(*(getattr(self, f"rate_{k}") for k in Rates._fields))
+        given = p, x["g"], x["t"], scale, dims, one, self.times, rates
         return folded.prepare(self.config, phi, acc, *given)
 
     def hyper(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -58,6 +58,15 @@ class Rates(NamedTuple):
     rc: Tensor  # (S | 1, 3)
 
 
+class Numbers(NamedTuple):
+    """What the step needs to know about each of T tensors of P nets, (P, T) each."""
+
+    t: Tensor  # 0 at the first step
+    scale: Tensor  # lr times the μP factor, times alpha for VeLO
+    decay: Tensor  # lr times weight decay
+    eps_scale: Tensor  # 1/fan_in with eps="fan_in", else 1
+
+
 class Eps(NamedTuple):
     """The epsilons of one run. The paper has none; these are the reference code's (DIVERGES)."""
 
@@ -166,9 +175,7 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 def rates_of(phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    if "rate_M" in phi:  # precomputed by mulo.Weights
-        return Rates(*(phi[f"rate_{name}"] for name in Rates._fields))
-    zero = phi["w0"].new_zeros((1,) * (phi["w0"].ndim - 1))
+    zero = phi["w0"].new_zeros(1, 1)
     return Rates(
         mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
         mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),

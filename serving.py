@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mulo import MuLO, Stack, Weights, checkpoints, export
-from mulo.features import Accumulators, Dims
+from mulo.features import Accumulators, Dims, Numbers
 
 TOGETHER = 2**18  # entries that tensors of one call have together; larger tensors go alone
 
@@ -204,7 +204,7 @@ class OrtMuLO(MuLO):
         return super()._stack(p, group)
 
     def _advance(
-        self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], values: Tensor
+        self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], numbers: Numbers
     ) -> Tensor | int:
         """Run the graphs on all tensors; returns how many gradient entries are not finite."""
         groups: dict[tuple, list[int]] = {}
@@ -213,7 +213,7 @@ class OrtMuLO(MuLO):
         for shape, members in groups.items():
             many = max(1, TOGETHER // math.prod(shape))
             for start in range(0, len(members), many):
-                self._run(stacks, grads, weights, values, members[start : start + many])
+                self._run(stacks, grads, weights, numbers, members[start : start + many])
         if self.device.type == "cpu" and all_finite(grads):
             return 0
         return sum((~g.isfinite()).sum() for g in grads)
@@ -223,7 +223,7 @@ class OrtMuLO(MuLO):
         stacks: list[Stack],
         grads: list[Tensor],
         weights: Weights,
-        values: Tensor,
+        numbers: Numbers,
         index: list[int],  # of tensors with one shape in the graph
     ) -> None:
         """Run the graph once for the tensors of this index, and store its results."""
@@ -242,12 +242,12 @@ class OrtMuLO(MuLO):
             return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
 
         inputs = {k: gather(parts) for k, parts in given.items()}
-        numbers = torch.cat([values[:, 0, n : n + 1] for n in index], 1)  # a list index would sync
-        names = ("t", "scale", "decay", "eps_scale")[: 4 if config.eps == "fan_in" else 3]
-        inputs |= dict(zip(names, numbers, strict=False))
+        for k, x in numbers._asdict().items():
+            if k != "eps_scale" or config.eps == "fan_in":
+                inputs[k] = torch.cat([x[0, n : n + 1] for n in index])  # a list index would sync
         if config.net == "velo":
-            phi = {k: w[0] for k, w in weights.phi.items() if k[0] in "wb"}
-            inputs |= {k: torch.cat([w[n : n + 1] for n in index]) for k, w in phi.items()}
+            phi = weights.phi.items()
+            inputs |= {k: torch.cat([w[0, n : n + 1] for n in index]) for k, w in phi}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
         outputs = self.session(kind).run(inputs)
         for k, old in views.items():

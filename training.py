@@ -23,7 +23,7 @@ from torch import Tensor
 
 import mulo
 from mulo import LO, LOConfig, Stack, Weights, features, kernels, tasks
-from mulo.features import Accumulators, LossBuffer, Phi, trailing
+from mulo.features import Accumulators, LossBuffer, Numbers, Phi, trailing
 from mulo.roles import (
     ALL,
     area_of,
@@ -84,7 +84,7 @@ class Learned:
         eps_scale = [1 / fan_in_of(w, roles[w.name]) if by_fan_in else 1.0 for w in weights]
         scales = update_scales(task, config).values()
         fixed = [list(scales), [0.0] * len(weights), eps_scale]
-        self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T)
+        self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T): all but t
         self._stacks: dict[str, Stack] = {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
@@ -109,7 +109,7 @@ class Learned:
         """What `step` takes for phi, (P, ...) or (1, ...): prepared once for many steps."""
         if self.config.net == "velo":
             return phi
-        return Weights(self.config, {k: w.unsqueeze(1) for k, w in phi.items()}, self.backend)
+        return Weights(self.config, phi, self.backend)
 
     def step(
         self,
@@ -123,13 +123,14 @@ class Learned:
     ) -> None:
         """One step of every net, in place."""
         stacks = [self._stack(name, state, theta) for name in self.dims]
-        values = torch.cat([t.expand(1, len(theta), -1).mT, self.fixed.expand(-1, len(t), -1)])
-        values[1] *= lr
+        shape = len(t), len(theta)
+        t, scale, decay, eps_scale = (x.expand(shape) for x in (t.unsqueeze(1), *self.fixed))
+        scale = scale * lr
         if self.config.net == "velo":
-            weights, alpha = self._generate(weights, state, theta, losses, values[0])
-            values[1] *= alpha
-        in_order = [grads[name] for name in self.dims]
-        mulo.advance_(self.config, self.backend, weights, stacks, in_order, values)
+            weights, alpha = self._generate(weights, state, theta, losses, t)
+            scale = scale * alpha
+        numbers, in_order = Numbers(t, scale, decay, eps_scale), [grads[name] for name in self.dims]
+        mulo.advance_(self.config, self.backend, weights, stacks, in_order, numbers)
 
     def _stack(self, name: str, state: State, theta: Theta) -> Stack:
         """The nets' tensors of one name; kept until they are replaced."""

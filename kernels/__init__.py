@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from mulo import features
-from mulo.features import Accumulators, Dims, Phi
+from mulo.features import Accumulators, Dims, Numbers, Phi, Rates
 from mulo.kernels import folded
 
 BACKENDS = ("auto", "kernel", "folded", "literal")
@@ -110,15 +110,15 @@ def refusal(config, device: torch.device) -> str | None:
     return f"it differs from the folded step by {error:.1e} of the update"
 
 
-def random_weights(config, gen: torch.Generator, P: int = 1, T: int = 1) -> Phi:
-    """Weights, biases and decays of which none is zero, (P, T, ...); most units are active."""
+def random_weights(config, gen: torch.Generator, *lead: int) -> Phi:
+    """Weights, biases and decays, (*lead, ...), of which none is zero; most units are active."""
     phi = {}
     for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-        phi[f"w{k}"] = n**-0.5 * torch.randn(P, T, n, m, generator=gen)
-        phi[f"b{k}"] = 1 + 0.1 * torch.randn(P, T, m, generator=gen)
+        phi[f"w{k}"] = n**-0.5 * torch.randn(*lead, n, m, generator=gen)
+        phi[f"b{k}"] = 1 + 0.1 * torch.randn(*lead, m, generator=gen)
     if config.net == "small_fc":
         decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        phi |= {k: 0.05 * torch.randn(P, T, n, generator=gen) for k, n in decays.items()}
+        phi |= {k: 0.05 * torch.randn(*lead, n, generator=gen) for k, n in decays.items()}
     return phi
 
 
@@ -131,9 +131,10 @@ def self_check(config, device: torch.device) -> float:
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=gen)).to(device)
 
-    phi = {k: w.to(device) for k, w in random_weights(config, gen).items()}
-    one = {k: w[:, 0] for k, w in phi.items()}
-    values = torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1)
+    phi = {k: w.to(device) for k, w in random_weights(config, gen, 1).items()}
+    numbers = Numbers(*torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1))
+    t, scale, decay, eps_scale = (x[0] for x in numbers)
+    packed = pack(config, phi, features.rates_of(phi))
     for shape in ((37,), (21, 13), (6, 5, 3, 3)):
         dims = features.factored_dims(shape)
         p = start = random(1, *shape)
@@ -142,8 +143,8 @@ def self_check(config, device: torch.device) -> float:
         for _ in range(2):
             g = random(1, *shape, scale=0.1)
             table = rows(mine, mine_acc, dims)
-            step_(config, [table], [mine], [g], pack(config, phi), values, [0])
-            acc, p = folded.step(config, one, acc, p, g, *values[:2, 0], dims, *values[2:, 0])
+            step_(config, [table], [mine], [g], packed, numbers, [0])
+            acc, p = folded.step(config, phi, acc, p, g, t, scale, dims, decay, eps_scale)
         errors.append(float((mine - p).abs().max() / (p - start).abs().max()))
     return float(np.max(errors))  # NaN if one is NaN
 
@@ -180,13 +181,11 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     return table
 
 
-def pack(config, phi: Phi) -> Tensor:
-    """Weights (P | 1, T | 1, ...) as kernels read them: rates, then layers, (P | 1, T | 1, K)."""
-    lead = phi["w0"].shape[:2]
-    phi = {k: w.flatten(0, 1) for k, w in phi.items()}
-    layers = range(config.hidden_layers + 1)
-    parts = [*features.rates_of(phi), *(phi[f"{n}{k}"].flatten(1) for k in layers for n in "wb")]
-    return torch.cat([x.expand(len(phi["w0"]), -1) for x in parts], 1).unflatten(0, lead)
+def pack(config, phi: Phi, rates: Rates) -> Tensor:
+    """Weights as kernels read them: rates, then layers; (P | 1, K), or (P | 1, T, K) by tensor."""
+    lead, layers = phi["b0"].shape[:-1], range(config.hidden_layers + 1)
+    parts = [phi[f"{n}{k}"].flatten(len(lead)) for k in layers for n in "wb"]
+    return torch.cat([*(x.expand(*lead, -1) for x in rates), *parts], -1)
 
 
 def step_(
@@ -194,12 +193,12 @@ def step_(
     rows: list[np.ndarray],  # of T stacks, from `rows`: P rows each
     params: list[Tensor],  # (P, *shape) each
     grads: list[Tensor],  # (P, *shape) each
-    packed: Tensor,  # (P | 1, T | 1, K)
-    values: Tensor,  # (4, P, T): t, scale, decay, eps_scale
-    index: list[int],  # which of the T tensors of `packed` and `values` these are
+    packed: Tensor,  # from `pack`
+    numbers: Numbers,  # (P, all tensors) each
+    index: list[int],  # which of the tensors in `packed` and `numbers` these are
 ) -> Tensor | int:
     """Step the tensors of a table in place; returns how many gradient entries are not finite."""
-    P, T = values.shape[1], len(grads)
+    P, T = len(numbers.t), len(grads)
     table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(T, P)
     offsets = table["p"] - table["p"][:, :1]  # of the P tensors of each stack, in bytes
     grads = [g.contiguous() if g.dtype == torch.float32 else g.float().contiguous() for g in grads]
@@ -207,8 +206,11 @@ def step_(
     wide = {n: p.float() for n, p in enumerate(params) if p.dtype != torch.float32}
     for n, p in wide.items():
         table["p"][n] = offsets[n] + p.data_ptr()
-    steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
-    table["net"] = packed.data_ptr() + steps[0] * np.arange(P) + steps[1] * np.array(index)[:, None]
+    by_net = packed.stride(0) if len(packed) > 1 else 0
+    by_tensor = packed.stride(1) if packed.ndim == 3 else 0
+    places = by_net * np.arange(P) + by_tensor * np.array(index)[:, None]
+    table["net"] = packed.data_ptr() + 4 * places
+    values = torch.stack(numbers, 0)  # (4, P, T)
     if T < values.shape[2]:
         values = torch.stack([values[..., k] for k in index], -1)
     values = values.transpose(1, 2).reshape(4, -1)  # as the rows are ordered

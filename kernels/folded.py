@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mulo import features
-from mulo.features import Accumulators, Dims, Eps, Phi, trailing
+from mulo.features import Accumulators, Dims, Eps, Phi, Rates, trailing
 
 
 def step(
@@ -25,18 +25,20 @@ def step(
     dims: Dims,
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
+    rates: Rates | None = None,
     timescales: Tensor | None = None,
 ) -> tuple[Accumulators, Tensor]:
     """`mulo.step`: the same arguments (an exported graph adds its timescales), the same result."""
-    acc, *layer, scale = prepare(config, phi, acc, p, g, t, scale, dims, eps_scale, timescales)
+    given = acc, p, g, t, scale, dims, eps_scale, timescales, rates
+    acc, *layer, scale = prepare(config, phi, *given)
     return acc, update(config, phi, features.wide(p), *layer, scale, decay)
 
 
 def prepare(
-    config, phi, acc, p, g, t, scale, dims, eps_scale, timescales
+    config, phi, acc, p, g, t, scale, dims, eps_scale, timescales, rates
 ) -> tuple[Accumulators, Tensor, Tensor, list[Tensor], Tensor]:
     """New accumulators; w, X and ys of the first layer, w X + ys[0] + ys[1]; and the scale."""
-    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
+    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), rates or features.rates_of(phi)
     g = features.clean(g, features.CLIP[config.net]).to(acc.V)
     acc = features.accumulate(acc, g, dims, rates, eps)
     x = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
