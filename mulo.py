@@ -21,7 +21,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from numbers import Integral
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -133,6 +133,33 @@ def advance_(
 # ---------------------------------------------------------------- the Optimizer
 
 
+def mismatch(mup: bool | None, params: Iterable) -> str | None:
+    """Whether a learned optimizer meta-trained under μP (None: unknown) gets groups without it."""
+    scales = [g["scale"] for g in params if isinstance(g, dict) and "scale" in g]
+    if mup and not scales:
+        return (
+            "under μP, and these parameters have no roles, so wide nets will not train: use "
+            "mulo.param_groups(model, roles), and mulo.init_ before it."
+        )
+    if mup is False and any(scale != 1 for scale in scales):
+        fix = "pass rules=() to mulo.param_groups and mulo.init_"
+        return f"without μP, and these parameters are scaled by it: {fix}."
+    return None
+
+
+def check_group(group: dict) -> None:
+    """Raise unless a param group has numbers in their ranges and real parameters."""
+    for name, least in {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}.items():
+        value = group[name]
+        if not (isinstance(value, Real | Tensor) and value >= least):
+            raise ValueError(f"{name} must be a number of {least} or more, not {value!r}.")
+    for p in group["params"]:
+        if not p.is_floating_point():
+            raise ValueError(f"parameters must be real floating point, not {p.dtype}.")
+    if group["out_axis"] not in (0, 1, -1):
+        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
+
+
 class MuLO(torch.optim.Optimizer):
     """Trains a model with a learned optimizer, SmallFC or VeLO.
 
@@ -171,7 +198,7 @@ class MuLO(torch.optim.Optimizer):
             choices = ", ".join(kernels.BACKENDS)
             raise ValueError(f"unknown backend {backend!r}: use one of {choices}.")
         params = params if isinstance(params, Tensor) else list(params)
-        if problem := roles.mismatch(lo.mup, params):
+        if problem := mismatch(lo.mup, params):
             warnings.warn(f"this learned optimizer was meta-trained {problem}", stacklevel=2)
         self.lo, self.num_steps, self.backend = lo, num_steps, backend
         self._nonfinite: dict[torch.device, Tensor] = {}
@@ -191,7 +218,7 @@ class MuLO(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         try:
-            roles.check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
