@@ -5,13 +5,12 @@
     opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.load("mulo_m"))
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
-In this order: the configuration, the networks `SmallFC` and `VeLO`, the step as the paper tells it
-(eq. 2 and 3), and the Optimizer. `features.py` has what the networks see, `roles.py` the rules of
-μP, `checkpoints.py` the files; all public names are here. `kernels/` has the same step made fast.
+This file has the step as in the paper (eq. 2 and 3), the Optimizer, and all public names.
+`features.py` computes what the networks see, `nets.py` has the networks, `roles.py` the rules of
+μP, `checkpoints.py` the files. `kernels/` has the same step made fast.
 
-Weights phi are dicts of tensors with leading axes, 1 where shared: (S | 1, ...) in `step`, and
-(P | 1, T | 1, ...) in `Weights`, for P nets (particles of meta-training; 1 in MuLO) of T tensors.
-The paper's T, the length of a run, is `num_steps` here.
+Shapes: a step works on S tensors of equal shape, stacked. `advance_` steps P nets (the particles of
+meta-training; 1 in MuLO) of T tensors each, so there S = P, for each of the T tensors.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def step(
 ) -> tuple[Accumulators, Tensor]:
     """One step of S equal-shaped tensors: accumulate, build the features, normalise, MLP, update.
 
-    A pure function, written to be read. The other backends compute the same and are tested
-    against it.
+    A pure function, written to be read. The other backends are tested against it.
     """
     eps, rates = Eps(config.eps, config.eps_rms, eps_scale), rates or features.rates_of(phi)
     p, g = features.wide(p), features.clean(g, features.CLIP[config.net]).to(acc.V)
@@ -83,12 +81,12 @@ def step(
 
 @dataclasses.dataclass
 class Stack:
-    """P tensors of one shape (the S of `step`) and their accumulators; `advance_` updates them."""
+    """One tensor of each of P nets, with its accumulators; `advance_` updates them in place."""
 
     p: Tensor  # (P, *shape)
     acc: Accumulators
     dims: Dims
-    rows: np.ndarray | None = None  # addresses, by kernels.rows; None: no kernel
+    rows: np.ndarray | None = None  # from kernels.rows; None if the kernel cannot take it
 
 
 class Weights:
@@ -123,8 +121,9 @@ def advance_(
         x, g = stacks[n], grads[n]
         phi = {k: w[:, n] for k, w in weights.phi.items()} if velo else weights.phi
         t, scale, decay, eps_scale = (number[:, n] for number in numbers)
-        rest = decay, eps_scale if config.eps == "fan_in" else 1.0, weights.rates
-        acc, p = pure_step(config, phi, x.acc, x.p, g, t, scale, x.dims, *rest)
+        eps_scale = eps_scale if config.eps == "fan_in" else 1.0
+        given = phi, x.acc, x.p, g, t, scale, x.dims, decay, eps_scale
+        acc, p = pure_step(config, *given, rates=weights.rates)
         bad = bad + (~g.isfinite()).sum() if count else bad
         torch._foreach_copy_([x.p, *x.acc], [p, *acc])
     return bad
@@ -165,18 +164,18 @@ class MuLO(torch.optim.Optimizer):
 
     A torch optimizer like any other, with these keys in its param groups:
 
-    lr            a plain factor on the update, 1 by default, for schedulers to drive; with a
-                  scheduler of torch's, updates do not anneal by themselves (LOConfig.anneal)
+    lr            a factor on the update, 1 by default, for schedulers to change. Attaching a torch
+                  LR scheduler disables the built-in annealing (LOConfig.anneal)
     weight_decay  decoupled: a parameter shrinks by lr * weight_decay per step
-    scale         the μP factor on the update, from `param_groups`, apart from lr so that no
+    scale         the μP factor on the update, from `param_groups`; not part of lr, so that no
                   scheduler overwrites it (with it come fan_in, out_axis, names, role, kind, area)
-    step          t, the time that the learned optimizer sees: 0 at first, and settable
+    step          t, the time that the learned optimizer sees: starts at 0, can be set
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
-    is float32 for parameters of any dtype. Gradient entries that are NaN or infinite count as 0 and
-    are counted in `nonfinite`. `backend`: "literal" runs the step of this file, "folded" the same
-    with less memory moved, "kernel" C++ on CPUs and Triton on CUDA. "auto" takes the kernel if it
-    can be built and, in a check at first use, agrees with "folded".
+    is float32 for parameters of any dtype. NaN and infinite gradient entries are taken as 0 and
+    counted in `nonfinite`. `backend`: "literal" runs the step of this file, "folded" the same with
+    fewer memory accesses, "kernel" C++ on CPUs and Triton on CUDA. "auto" uses the kernel if it can
+    be built and, in a check at first use, agrees with "folded".
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class MuLO(torch.optim.Optimizer):
         return f"{head}\n{roles.group_table(self.param_groups)}"
 
     def _forget(self) -> None:
-        """Empty the caches of what is derived from parameters, state and weights."""
+        """Clear the caches of what is derived from parameters, state and weights."""
         self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
         self._weights: dict[torch.device, tuple[tuple, Phi, Weights | Phi]] = {}
 
@@ -259,7 +258,7 @@ class MuLO(torch.optim.Optimizer):
         return loss
 
     def _advance(self, *args) -> Tensor | int:
-        """`advance_`, which a subclass may run elsewhere."""
+        """Call `advance_`; a subclass may run the step elsewhere."""
         return advance_(self.lo.config, *args, count=True)
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
@@ -275,7 +274,7 @@ class MuLO(torch.optim.Optimizer):
         config, rows = self.lo.config, []
         for g in groups:
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
-            if "initial_lr" in g and config.t_max:  # a torch scheduler drives lr: undo `annealing`
+            if "initial_lr" in g and config.t_max:  # a torch scheduler is attached: no annealing
                 scale = scale * max(1.0, g["step"] / config.t_max) ** config.anneal
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
             rows.append((g["step"], g["lr"] * scale, g["lr"] * g["weight_decay"], eps_scale))
@@ -297,7 +296,7 @@ class MuLO(torch.optim.Optimizer):
         return cached[2]
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
-        """A parameter with its state, as a stack of one; cached until either is replaced."""
+        """A parameter and its state as a Stack of one net, cached until either is replaced."""
         state = self.state[p]
         if "M" not in state:
             state |= self.new_state(p, group["out_axis"])
@@ -313,20 +312,19 @@ class MuLO(torch.optim.Optimizer):
         return cached[2]
 
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
-        """Zero accumulators of one parameter; for VeLO also the LSTM's first state."""
+        """The initial state of a parameter: zero accumulators, and for VeLO the LSTM's state."""
         one = p.new_empty((1, *(tuple(p.shape) or (1,))))
         acc = features.init_accumulators(one, features.factored_dims(one.shape[1:], out_axis))
         state = {k: x[0] for k, x in acc._asdict().items()}
         if isinstance(self.lo, VeLO):
-            first = {"h": self.lo.hidden0[0], "cell": self.lo.cell0[0]}
-            how = {"device": p.device, "dtype": torch.float32, "copy": True}
-            state |= {k: x.detach().to(**how) for k, x in first.items()}
+            for k, x in (("h", self.lo.hidden0[0]), ("cell", self.lo.cell0[0])):
+                state[k] = x.detach().to(p.device, torch.float32, copy=True)
         return state
 
     def _generate(
         self, params: list[tuple[nn.Parameter, dict]], stacks: list[Stack], loss: Tensor | float
     ) -> tuple[Phi, Tensor]:
-        """VeLO: step the LSTM of all T tensors; their MLPs, (1, T, ...), and alphas, (1, T)."""
+        """VeLO: step the LSTM of all T tensors; return MLPs, (1, T, ...), and alphas, (1, T)."""
         config, device = self.lo.config, params[0][0].device
         loss = features.send(torch.as_tensor(loss, dtype=torch.float32).detach(), device)
         if loss.numel() != 1:
@@ -358,7 +356,7 @@ class MuLO(torch.optim.Optimizer):
 
     @property
     def nonfinite(self) -> int:
-        """How many gradient entries were NaN or infinite so far, and were taken as 0."""
+        """How many gradient entries were NaN or infinite so far."""
         return sum(int(n) for n in self._nonfinite.values())
 
     def _warn_nonfinite(self) -> None:
@@ -402,22 +400,24 @@ class MuLO(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Continue bit for bit. The dict is copied; state stays float32 for bf16 parameters too."""
+        """Load a state_dict to continue bit for bit. State stays float32 for bf16 parameters."""
         saved = self._match_state(state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
         new_keys = ("names", "role", *roles.UNSCALED)  # missing in older files
         groups = [{k: g[k] for k in new_keys if k in g} | old for g, old in pairs]
         super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
         for p, state in saved:
-            how = {"device": p.device, "dtype": torch.float32, "copy": True}
-            self.state[p] = {k: x.detach().to(**how).contiguous() for k, x in state.items()}
+            tensors = {
+                k: x.detach().to(p.device, torch.float32, copy=True) for k, x in state.items()
+            }
+            self.state[p] = {k: x.contiguous() for k, x in tensors.items()}
         if "loss" in self.state:
             memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
             self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}
 
     def __getstate__(self) -> dict:
-        mine = {k: self.__dict__[k] for k in ("lo", "num_steps", "backend", "_nonfinite")}
-        return super().__getstate__() | mine
+        names = ("lo", "num_steps", "backend", "_nonfinite")
+        return super().__getstate__() | {k: self.__dict__[k] for k in names}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

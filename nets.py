@@ -26,7 +26,7 @@ from mulo.features import LossBuffer, Phi
 
 @dataclasses.dataclass(frozen=True)
 class LOConfig:
-    """Everything about a learned optimizer that is not a weight; stored in its checkpoint."""
+    """All settings of a learned optimizer; stored in its checkpoint with its weights."""
 
     net: str = "small_fc"  # or "velo"
     hidden_size: int = 32  # the authors' configuration; 4 in the paper's text
@@ -58,7 +58,8 @@ class LOConfig:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
-        for name, value in (("t_max", self.t_max), ("input_base", self.input_base)):
+        for name in ("t_max", "input_base"):
+            value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be None or a number above 0, not {value!r}.")
 
@@ -81,7 +82,7 @@ def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | Non
 
 
 class LO(nn.Module):
-    """Weights phi with their config. Subclasses say which weights there are and how they start."""
+    """The weights phi of a learned optimizer and their config; a subclass for each network."""
 
     default: LOConfig
     mup: bool | None = None  # whether it was meta-trained under μP, if that is known
@@ -93,7 +94,7 @@ class LO(nn.Module):
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def with_config(self, **fields) -> LO:
-        """A copy with the same weights under another config."""
+        """Copy it, with some fields of the config replaced."""
         new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
         new.load_state_dict(self.state_dict())
         new.mup = self.mup
@@ -163,11 +164,11 @@ def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
 
 def lstm_step(
     phi: Phi,  # (P | 1, ...) each
-    x: Tensor,  # (P, T, 30): features of the T tensors of P nets
+    x: Tensor,  # (P, T, 30): per-tensor features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
 ) -> tuple[Tensor, Tensor]:
-    """One LSTM step for every tensor, fed with its own features and a maximum over all tensors."""
+    """One LSTM step for every tensor. Its input has a maximum over all tensors of the net."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
@@ -205,11 +206,11 @@ def generate(
     x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
-    fractions: Tensor | None = None,  # an exported graph passes its own, as for `timescales`
+    fractions: Tensor | None = None,  # features.FRACTIONS, if an exported graph has them
 ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
-    """VeLO before each step: advance the LSTM. Returns memory, h, cell, MLP weights and alpha.
+    """VeLO before each step: advance the LSTM and generate the MLPs of T tensors of P nets.
 
-    P nets of T tensors each; the weights are (P, T, ...), alpha is (P, T).
+    Returns memory, h, cell, the MLP weights (P, T, ...) and alpha (P, T).
     """
     memory, x_loss = features.loss_features(memory, loss, decays)
     x_time = features.fraction_features(t, num_steps, config.spec, fractions)

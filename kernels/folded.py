@@ -1,6 +1,6 @@
-"""The step of `mulo.py` with less memory moved: the same formulas, for any device and for export.
+"""The step of `mulo.py` with fewer memory accesses: the same formulas, for any device and export.
 
-- Time features are the same for every parameter: their product with W0 joins the first bias.
+- Time features are the same for every parameter: their product with W0 is added to the first bias.
 - Row and column features are vectors: their products with W0 are added by broadcasting.
 - RMS normalisers are scalars per tensor: they scale the rows of W0, not the features.
 """
@@ -25,10 +25,10 @@ def step(
     dims: Dims,
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
-    rates: Rates | None = None,
     timescales: Tensor | None = None,
+    rates: Rates | None = None,
 ) -> tuple[Accumulators, Tensor]:
-    """`mulo.step`: the same arguments (an exported graph adds its timescales), the same result."""
+    """`mulo.step`: the same arguments and result; an exported graph passes its timescales too."""
     given = acc, p, g, t, scale, dims, eps_scale, timescales, rates
     acc, *layer, scale = prepare(config, phi, *given)
     return acc, update(config, phi, features.wide(p), *layer, scale, decay)
@@ -81,7 +81,7 @@ def first_layer(
 ) -> list[tuple[Tensor, Tensor]]:
     """W0 with the normalisers in it, (S, h, k), and the features, (S, k, *shape), by shape.
 
-    Features that are constant along the same axes go together; the last are those at full size.
+    Features that are constant along the same axes are one group; the last has those of full size.
     """
     groups: dict[tuple[bool, ...], list[tuple[Tensor, Tensor]]] = {}
     start = 0
