@@ -3,17 +3,20 @@
     opt = OrtMuLO(mulo.param_groups(model, roles), "exported/mulo_m.json")
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
-`OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run may change from one to
-the other. State is kept in the graphs' memory layout: a step transposes only parameters and
-gradients. VeLO's LSTM stays in torch: its loss features cancel in float32.
+`OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run can switch between the
+two. State is kept in the graphs' memory layout: a step transposes only parameters and gradients.
+VeLO's LSTM stays in torch, as its loss features cancel in float32.
 
-onnxruntime broadcasts, accepts empty tensors, and falls back to the CPU silently where it cannot
-use CUDA. So `Session` checks its inputs, and where it runs. onnxruntime-gpu 1.31 needs CUDA 13 and
-cuDNN 9. It works on a torch stream, so that only the checks of every 100th step sync.
+onnxruntime broadcasts inputs, accepts empty tensors, and falls back to the CPU silently if it
+cannot use CUDA, so `Session` checks its inputs and its device. On CUDA there is one session per
+shape, so that no size is computed on the GPU, and one stream; the host waits only in the checks of
+every 100th step. A session keeps 512 to 1,024 bytes per parameter of the tensors in its call.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import tempfile
 import warnings
@@ -21,28 +24,32 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnxruntime
 import torch
 from torch import Tensor, nn
 
 from mulo import MuLO, Stack, Weights, checkpoints, export
+from mulo.export import onnxruntime
 from mulo.features import Accumulators, Dims, Numbers
 
-TOGETHER = 2**18  # entries that tensors of one call have together; larger tensors go alone
+# Batch same-shaped tensors up to this many elements: what fits the cache, or 4 GB on CUDA.
+MAX_BATCH_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-def copies(graph: onnx.GraphProto) -> list[str]:
-    """The copies around nodes that have no CUDA kernel, each by the operators at its CPU end."""
-    found = []
-    for node in graph.node:
-        if node.op_type == "MemcpyToHost":
-            found.append(" and ".join(x.op_type for x in graph.node if node.output[0] in x.input))
-        elif node.op_type == "MemcpyFromHost":
-            found.append(" and ".join(x.op_type for x in graph.node if node.input[0] in x.output))
-        for attribute in node.attribute:
-            found += copies(attribute.g)  # the body of a Loop
-    return found
+def why_no_cuda() -> str:
+    """The reason onnxruntime could not load its CUDA provider (it only logs the reason)."""
+    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
+        try:
+            onnxruntime.register_execution_provider_library("CUDA", str(file))
+        except Exception as error:  # of many types, none of them public
+            return str(error)
+    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
+
+
+@functools.cache
+def stream_on(device: torch.device) -> torch.cuda.Stream:
+    """onnxruntime treats stream 0, torch's default, as "no stream", so use another one."""
+    return torch.cuda.Stream(device)
 
 
 class Session:
@@ -50,50 +57,67 @@ class Session:
 
     def __init__(
         self,
-        path: str | Path,
+        graph: str | Path | bytes,
         device: str | torch.device = "cpu",
         threads: int | None = None,
-        block: int | None = None,  # entries that the network works on at a time; all on CUDA
+        **sizes: int,  # fixed sizes b, e, m, n
     ):
-        self.device, self.stream = torch.device(device), None
-        provider, settings = export.PROVIDERS.get(self.device.type), {}
-        cuda = self.device.type == "cuda"
-        if provider is None:
+        self.device, self.sizes, self.stream = torch.device(device), sizes, None
+        if self.device.type not in PROVIDERS:
             raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
         options.log_severity_level = 4  # errors are raised
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
-        if block or cuda:
-            self.block = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([block or 2**40]))
-            options.add_initializer("block", self.block)
-        if cuda:
-            settings["use_tf32"] = "0"  # TF32, the default, has 10 bits of mantissa
-        if cuda and torch.cuda.is_available():  # torch's default stream is 0, here that means none
-            self.stream = torch.cuda.Stream(self.device)
-            self.device = self.stream.device  # with its index
-            settings["device_id"] = str(self.device.index)
-            settings["user_compute_stream"] = str(self.stream.cuda_stream)
+        for name, size in sizes.items():
+            options.add_free_dimension_override_by_name(name, size)
+        provider, settings = PROVIDERS[self.device.type], {}
+        if self.device.type == "cuda":  # TF32 has 10 bits; extensions of the arena double
+            settings = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
+            if torch.cuda.is_available():  # else opening the session fails
+                self.stream = stream_on(self.device)
+                self.device = self.stream.device  # with its index
+                settings["device_id"] = str(self.device.index or 0)
+                settings["user_compute_stream"] = str(self.stream.cuda_stream)
             self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        with tempfile.TemporaryDirectory() as folder:
-            if cuda:
-                options.optimized_model_filepath = str(Path(folder, "placed.onnx"))
-            self.session = export.open_onnx(path, options, provider, settings)
-            if found := cuda and copies(onnx.load(options.optimized_model_filepath).graph):
-                what = f"copies {len(found)} values per call between CPU and GPU"
-                near = ", ".join(sorted(set(found)))
-                warnings.warn(f"onnxruntime {what} in {path}, next to {near}.", stacklevel=4)
-        meta = self.session.get_modelmeta()
-        export.read_config(meta.custom_metadata_map.get("mulo", ""), path)
+        with self.current_device_kept():
+            self.session = self.open(graph, options, provider, settings)
+        text = self.session.get_modelmeta().custom_metadata_map.get("mulo", "")
+        export.read_config(text, "the graph" if isinstance(graph, bytes) else graph)
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}
         self.outputs = {x.name: tuple(x.shape) for x in self.session.get_outputs()}
         self.binding = self.session.io_binding()
+
+    def current_device_kept(self) -> contextlib.AbstractContextManager:
+        """onnxruntime changes the thread's current CUDA device; this restores it."""
+        return torch.cuda.device(self.device) if self.stream else contextlib.nullcontext()
+
+    def open(self, graph, options, provider: str, settings: dict[str, str]):
+        """An onnxruntime.InferenceSession with this provider, or an error with the reason."""
+        with tempfile.TemporaryDirectory() as folder:
+            placed = Path(folder, "placed.onnx")
+            if settings:
+                options.optimized_model_filepath = str(placed)
+            try:
+                arguments = graph, options, [(provider, settings)]
+                session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
+                reason = None if session.get_providers()[0] == provider else why_no_cuda()
+            except RuntimeError as error:  # CUDA has no driver or no GPU
+                reason = str(error)
+            if reason:
+                cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
+                fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
+                raise RuntimeError(f"{cannot}: {fix}.")
+            if settings and b"Memcpy" in placed.read_bytes():  # a node that has no CUDA kernel
+                slow = "onnxruntime copies values between CPU and GPU in every call"
+                warnings.warn(f"{slow}: mulo.MuLO does not.", stacklevel=5)
+            return session
 
     def check(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         """Raise unless these are inputs of the graph; returns the sizes b, e, m, n and T."""
         if odd := sorted(inputs.keys() ^ self.inputs.keys()):
             raise ValueError(f"inputs must be {list(self.inputs)}: {odd} are missing or unknown.")
-        sizes: dict[str, int] = {}
+        sizes = dict(self.sizes)
         for name, x in inputs.items():
             shape = self.inputs[name]
             for d, size in zip(shape, x.shape, strict=False):
@@ -102,30 +126,33 @@ class Session:
             fits = tuple(x.shape) == tuple(sizes.get(d, d) for d in shape) and x.numel()
             right_kind = x.dtype == torch.float32 and x.device == self.device
             if not (fits and right_kind and x.is_contiguous()):
-                what = f"contiguous float32 on {self.device}, not empty and {shape} with {sizes}"
-                found = f"{x.dtype} on {x.device}, {tuple(x.shape)}"
-                raise ValueError(f"{name} must be {what}, not {found}.")
+                wanted = f"contiguous float32 on {self.device}, not empty and {shape} with {sizes}"
+                given = f"{x.dtype} on {x.device}, {tuple(x.shape)}"
+                raise ValueError(f"{name} must be {wanted}, not {given}.")
         if sizes.get("m", 0) > sizes.get("n", 0):
             wrong = f"m = {sizes['m']} exceeds n = {sizes['n']}"
             raise ValueError(f"{wrong}: transpose, so that the largest axis is last.")
         return sizes
 
-    def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, inputs: dict[str, Tensor], inplace: Iterable[str] = ()) -> dict[str, Tensor]:
+        """Run the graph; the states named in `inplace` are overwritten by their new values."""
         sizes = self.check(inputs)
-        outputs = {
-            k: torch.empty([sizes.get(d, d) for d in s], dtype=torch.float32, device=self.device)
-            for k, s in self.outputs.items()
-        }
+        outputs = {f"new_{k}": inputs[k] for k in inplace}
+        for k, shape in self.outputs.items():
+            if k not in outputs:
+                shape = [sizes.get(d, d) for d in shape]
+                outputs[k] = torch.empty(shape, dtype=torch.float32, device=self.device)
         where = self.device.type, self.device.index or 0, np.float32
         for name, x in inputs.items():
             self.binding.bind_input(name, *where, tuple(x.shape), x.data_ptr())
         for name, x in outputs.items():
             self.binding.bind_output(name, *where, tuple(x.shape), x.data_ptr())
-        if self.stream:  # order the two streams on the GPU; the host waits for neither
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self.session.run_with_iobinding(self.binding, self.run_options)
-        if self.stream:  # so torch may reuse the memory of the inputs, too
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        with self.current_device_kept():
+            if self.stream:  # order the two streams on the GPU; the host waits for neither
+                self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.session.run_with_iobinding(self.binding, self.run_options)
+            if self.stream:  # so torch may also reuse the memory of the inputs
+                torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return outputs
 
 
@@ -154,44 +181,49 @@ class OrtMuLO(MuLO):
         device: str | torch.device = "cpu",
         threads: int | None = None,
     ):
-        found = export.sidecars(exported)
-        if len(found) != 1:
-            raise ValueError(f"{exported} has {len(found)} optimizers: give the .json of one.")
-        [(self.path, self.about)] = found  # with digests: later changes of files are refused
-        self.device, self.threads = torch.device(device), threads
-        self._sessions: dict[str, Session] = {}
-        lo = checkpoints.load(self._file("pt"))
+        optimizers = export.sidecars(exported)
+        if len(optimizers) != 1:
+            raise ValueError(f"{exported} has {len(optimizers)} optimizers: give the .json of one.")
+        [(path, about)] = optimizers
+
+        def file(suffix: str) -> Path:
+            return export.checked(path.parent, f"{about['name']}.{suffix}", about)
+
+        self.requested, self.threads, self._sessions = torch.device(device), threads, {}
+        self.graphs = {kind: file(f"{kind}.onnx").read_bytes() for kind in ("vector", "tensor")}
+        lo = checkpoints.load(file("pt"))
         super().__init__(params, lo, lr, weight_decay, num_steps, backend="folded")
-        self.device = self.session("vector").device  # opened now, so that errors come early
+        first = self.session("vector", (1, 1))  # opened now, so that errors come early
+        self.device = first.device  # with its index
 
-    def _file(self, suffix: str) -> Path:
-        return export.checked(self.path.parent, f"{self.about['name']}.{suffix}", self.about)
-
-    def session(self, kind: str) -> Session:
-        """The graph of this kind, opened when it is first needed."""
-        if kind not in self._sessions:
-            self._sessions[kind] = Session(self._file(f"{kind}.onnx"), self.device, self.threads)
-        return self._sessions[kind]
+    def session(self, kind: str, shape: tuple[int, ...]) -> Session:
+        """The graph of this kind, opened when it is first needed; on CUDA, for this shape of p."""
+        axes = "bemn" if kind == "tensor" else "bn"
+        sizes = dict(zip(axes, shape, strict=True)) if self.requested.type == "cuda" else {}
+        key = kind, *sizes.values()
+        if key not in self._sessions:
+            options = self.requested, self.threads
+            self._sessions[key] = Session(self.graphs[kind], *options, **sizes)
+        return self._sessions[key]
 
     def __getstate__(self) -> dict:
-        names = ("path", "about", "device", "threads")
+        names = ("requested", "device", "threads", "graphs")
         return super().__getstate__() | {k: getattr(self, k) for k in names} | {"_sessions": {}}
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
-        """Check the parameters; this comes before anything is changed."""
-        found = super()._with_gradients()
-        for p, _ in found:
+        """Check the parameters before anything is changed."""
+        params = super()._with_gradients()
+        for p, _ in params:
             if p.device != self.device:
                 where = f"a parameter is on {p.device}, the optimizer on '{self.device}'"
                 raise RuntimeError(f"{where}: move the model, or pass OrtMuLO the device.")
             if p.dtype == torch.float64:
                 fix = "use mulo.MuLO for float64 parameters"
                 raise RuntimeError(f"exported graphs are float32: {fix}.")
-            self.session("tensor" if p.ndim > 1 else "vector")
-        often = self.device.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
-        if found and often and not all_finite([p.detach() for p, _ in found]):
+        due = self.requested.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
+        if params and due and not all_finite([p.detach() for p, _ in params]):
             raise ValueError("a parameter has NaN or infinite entries: go back to a checkpoint.")
-        return found
+        return params
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
         """With state in the memory layout of the graphs, so that steps need not transpose it."""
@@ -207,14 +239,14 @@ class OrtMuLO(MuLO):
         self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], numbers: Numbers
     ) -> Tensor | int:
         """Run the graphs on all tensors; returns how many gradient entries are not finite."""
-        groups: dict[tuple, list[int]] = {}
+        by_shape: dict[tuple, list[int]] = {}
         for n, x in enumerate(stacks):
-            groups.setdefault(in_graph(x.p, x.dims).shape, []).append(n)
-        for shape, members in groups.items():
-            many = max(1, TOGETHER // math.prod(shape))
-            for start in range(0, len(members), many):
-                self._run(stacks, grads, weights, numbers, members[start : start + many])
-        if self.device.type == "cpu" and all_finite(grads):
+            by_shape.setdefault(in_graph(x.p, x.dims).shape, []).append(n)
+        for shape, members in by_shape.items():
+            size = max(1, MAX_BATCH_ELEMENTS[self.requested.type] // math.prod(shape))
+            for start in range(0, len(members), size):
+                self._run(stacks, grads, weights, numbers, members[start : start + size])
+        if self.requested.type == "cpu" and all_finite(grads):
             return 0
         return sum((~g.isfinite()).sum() for g in grads)
 
@@ -223,35 +255,37 @@ class OrtMuLO(MuLO):
         stacks: list[Stack],
         grads: list[Tensor],
         weights: Weights,
-        numbers: Numbers,
+        numbers: Numbers,  # (1, T) each
         index: list[int],  # of tensors with one shape in the graph
     ) -> None:
         """Run the graph once for the tensors of this index, and store its results."""
-        some, config = [stacks[n] for n in index], self.lo.config
-        kind = "tensor" if some[0].dims else "vector"
-        views = {k: [in_graph(getattr(x.acc, k), x.dims) for x in some] for k in "MVrc"}
-        views["p"] = [in_graph(x.p, x.dims) for x in some]
-        given = views | {"g": [in_graph(grads[n], stacks[n].dims) for n in index]}
+        batch, config = [stacks[n] for n in index], self.lo.config
+        kind = "tensor" if batch[0].dims else "vector"
+        views = {"p": [in_graph(x.p, x.dims) for x in batch]}
+        views |= {k: [in_graph(getattr(x.acc, k), x.dims) for x in batch] for k in "MVrc"}
 
         def gather(parts: list[Tensor]) -> Tensor:
             if len(parts) > 1:
                 x = torch.cat(parts).float()
             else:  # torch is fast if it transposes two axes
                 x = parts[0].squeeze().float().contiguous().view(parts[0].shape)
-            lead = x.ndim - some[0].p.ndim + 1  # e is all axes between these and m
+            lead = x.ndim - batch[0].p.ndim + 1  # e is all axes between these and m
             return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
 
-        inputs = {k: gather(parts) for k, parts in given.items()}
-        for k, x in numbers._asdict().items():
-            if k != "eps_scale" or config.eps == "fan_in":
-                inputs[k] = torch.cat([x[0, n : n + 1] for n in index])  # a list index would sync
+        inputs = {k: gather(parts) for k, parts in views.items()}
+        inputs["g"] = gather([in_graph(grads[n], stacks[n].dims) for n in index])
+        for name, row in numbers._asdict().items():
+            if name != "eps_scale" or config.eps == "fan_in":
+                inputs[name] = torch.cat([row[0, n : n + 1] for n in index])  # a list would sync
         if config.net == "velo":
             phi = weights.phi.items()
             inputs |= {k: torch.cat([w[0, n : n + 1] for n in index]) for k, w in phi}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
-        outputs = self.session(kind).run(inputs)
-        for k, old in views.items():
-            new = outputs[f"new_{k}"].reshape(-1, *old[0].shape[1:])
+        # The graph reads a state only to compute its new value, so that may take its place.
+        inplace = [k for k in "MVrc" if inputs[k].data_ptr() == views[k][0].data_ptr()]
+        outputs = self.session(kind, inputs["p"].shape).run(inputs, inplace)
+        for k in views.keys() - set(inplace):
+            old, new = views[k], outputs[f"new_{k}"].reshape(-1, *views[k][0].shape[1:])
             if len(old) > 1:
                 torch._foreach_copy_(old, new.split(1))
             else:  # torch is fast if the target is contiguous

@@ -59,7 +59,6 @@ for name, p in params.items():  # step 2
     sizes = dict(zip(axes, to_graph(p).shape, strict=True))
     role, base = desk["roles"][name], mulo["lo"]["input_base"]
     scale = fan_in ** mulo["mup"][role]["update"]  # step 0
-    scale *= mulo["multipliers"]["bias" if p.ndim == 1 else role]
     if base and role == "input" and p.ndim > 1:
         scale *= min(base / fan_in, 4)
     state[name] = {"scale": np.float32([scale]), "decay": np.float32([0])}
@@ -72,9 +71,9 @@ for t in range(desk["steps"]):
     loss, grads = loss_and_gradients(inputs[t], labels[t])
     for name, p in params.items():  # step 3
         graph = graphs["vector" if p.ndim == 1 else "tensor"]
-        given = {"p": to_graph(p), "g": to_graph(grads[name]), "t": np.float32([t])} | state[name]
-        for output, x in zip(graph.get_outputs(), graph.run(None, given), strict=True):
-            state[name][output.name.removeprefix("new_")] = x
+        x = {"p": to_graph(p), "g": to_graph(grads[name]), "t": np.float32([t])} | state[name]
+        for output, y in zip(graph.get_outputs(), graph.run(None, x), strict=True):
+            state[name][output.name.removeprefix("new_")] = y
         params[name] = from_graph(state[name].pop("p"), p)
     if t % 50 == 0:
         print(f"step {t}: {loss:.4f}")

@@ -1,26 +1,17 @@
-"""Torch programs as ONNX: how operators are translated, and the Loop over blocks of rows.
+"""torch.export programs as ONNX graphs.
 
-onnxruntime adds floats one after another: a plain ReduceMean over a million entries is off by 2e-4,
-so `_mean` sums short pieces in float32, and these sums in float64. It runs one node at a time over
-whole tensors, so `loop` runs the network on blocks of rows that fit the cache. torch's own ONNX
-optimizer is not used: it deletes additions of 1e-8 and less, our epsilons.
+torch's own ONNX optimizer is not used: it deletes additions of 1e-8 and less, our epsilons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import onnx
 import onnx_ir
 import onnxscript.optimizer
 import torch
-from onnx import TensorProto, helper
 from onnx_ir.passes import common
 from onnxscript import opset20 as op
 
-VERSIONS = {"opset_imports": [helper.make_opsetid("", 20)], "ir_version": 10}
-FLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.DOUBLE
-SHORT = 2048  # entries that onnxruntime may add up in a row without losing digits
+FLOAT, DOUBLE = onnx_ir.DataType.FLOAT.value, onnx_ir.DataType.DOUBLE.value
 
 
 def _ints(*values: int):
@@ -28,7 +19,7 @@ def _ints(*values: int):
 
 
 def _lerp(self, end, weight):
-    """M + w (g - M), without torch's case for w >= 1/2, which would double the work."""
+    """self + weight (end - self), without torch's case for weight >= 1/2, which doubles the work"""
     return op.Add(self, op.Mul(weight, op.Sub(end, self)))
 
 
@@ -41,59 +32,40 @@ def _power(self, exponent):
     return op.Mul(self, self) if exponent == 2 else op.Pow(self, op.CastLike(exponent, self))
 
 
-def _concatenated(squares) -> list:
-    """Many features, if these are the flattened squares of their concatenation X."""
-    for kind in ("Reshape", "Mul", "Concat"):
-        node = squares.producer()
-        if node is None or node.op_type != kind:
-            return []
-        squares = node.inputs[0]
-    return node.inputs if len(node.inputs) > 2 else []
-
-
 def _mean(self, dim, keepdim=False, dtype=None):
-    """Sum pieces of one axis in float32, and the sums in float64; X^2 feature by feature.
+    """The mean over one axis: sum pieces of it in float32, and these sums in float64.
 
-    A piece is the whole axis (or the last of the axes flattened into it) if that is short, else as
-    many entries as the largest power of two that divides the axis, at most 1024: no padding.
+    onnxruntime adds floats one after another, so a plain ReduceMean over a million entries is off
+    by 2e-4. A piece has as many entries as the largest power of two that divides the axis, at most
+    1024, so nothing needs padding.
     """
     rank = len(self.shape)
-    axis, last = dim[0] % rank, dim[0] % rank == rank - 1
-    parts = [op.Reshape(op.Mul(x, x), _ints(0, 0, -1)) for x in _concatenated(self)] or [self]
-    n = row = op.Shape(parts[0], start=axis, end=axis + 1)
-    flat = parts[0].producer()
-    if last and flat is not None and flat.op_type == "Reshape":
-        row = op.Shape(flat.inputs[0], start=-1)
-    power = op.Min(op.BitwiseAnd(n, op.Neg(n)), _ints(1024))
-    piece = op.Where(op.LessOrEqual(row, _ints(SHORT)), row, power)
-    for k, x in enumerate(parts):
-        shape = [op.Shape(x, end=axis)] if axis else []
-        shape += [_ints(-1), piece] if last else [_ints(-1), piece, op.Shape(x, start=axis + 1)]
-        y = op.Reshape(x, op.Concat(*shape, axis=0))
-        if axis == rank - 2:  # ReduceSum takes ten times longer here
-            ones = op.Expand(op.Constant(value_floats=[1.0]), op.Concat(_ints(1), piece, axis=0))
-            parts[k] = op.Squeeze(op.MatMul(ones, y), _ints(axis + 1))
-        else:
-            parts[k] = op.ReduceSum(y, _ints(axis + 1), keepdims=0)
-    y = op.Concat(*parts, axis=1) if len(parts) > 1 else parts[0]
-    y = op.ReduceSum(op.Cast(y, to=DOUBLE), _ints(axis), keepdims=int(keepdim))
-    return op.Cast(op.Div(y, op.Cast(n, to=DOUBLE)), to=FLOAT)
+    axis = dim[0] % rank
+    size = op.Shape(self, start=axis, end=axis + 1)
+    piece = op.Min(op.BitwiseAnd(size, op.Neg(size)), _ints(1024))
+    shape = [op.Shape(self, end=axis)] if axis else []
+    shape += [_ints(-1), piece]
+    shape += [op.Shape(self, start=axis + 1)] if axis < rank - 1 else []
+    sums = op.ReduceSum(op.Reshape(self, op.Concat(*shape, axis=0)), _ints(axis + 1), keepdims=0)
+    total = op.ReduceSum(op.Cast(sums, to=DOUBLE), _ints(axis), keepdims=int(keepdim))
+    return op.Cast(op.Div(total, op.Cast(size, to=DOUBLE)), to=FLOAT)
 
 
 aten = torch.ops.aten
-TABLE = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
-TABLE |= {aten.pow.Tensor_Scalar: _power, aten.mean.dim: _mean}
+TRANSLATIONS = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
+TRANSLATIONS |= {aten.pow.Tensor_Scalar: _power, aten.mean.dim: _mean}
 
 
 def convert(
     program: torch.export.ExportedProgram,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    prefix: str = "",  # of the other names
-) -> onnx.GraphProto:
-    """A program as ONNX nodes: constants folded, what is unused or computed twice removed."""
+    name: str,
+    inputs: dict[str, tuple[int | str, ...]],  # names and shapes; strings are free sizes
+    outputs: dict[str, tuple[int | str, ...]],
+    metadata: dict[str, str],
+) -> bytes:
+    """An ONNX file: constants folded, unused and repeated nodes removed, no debug information."""
     options = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": 20}
-    exported = torch.onnx.export(program, custom_translation_table=TABLE, **options)
+    exported = torch.onnx.export(program, custom_translation_table=TRANSLATIONS, **options)
     model = onnx_ir.from_proto(onnx_ir.to_proto(exported.model))
     common.InlinePass()(model)
     onnxscript.optimizer.fold_constants(model)
@@ -103,41 +75,15 @@ def convert(
     common.OutputFixPass()(model)
     common.RemoveUnusedNodesPass()(model)
     common.ClearMetadataAndDocStringPass()(model)
-    graph = onnx_ir.to_proto(model).graph
-    names = {"": ""}
-    for values, given in ((graph.input, inputs), (graph.output, outputs)):
-        names |= {v.name: k for v, k in zip(values, given, strict=True)}
-    for value in (*graph.input, *graph.output, *graph.initializer):
-        value.name = names.setdefault(value.name, prefix + value.name)
-    for node in graph.node:
-        node.ClearField("name")
-        for field in (node.input, node.output):
-            field[:] = [names.setdefault(k, prefix + k) for k in field]
-    return graph
-
-
-def loop(
-    body: onnx.GraphProto,  # from values `<name>_block` and others to those rows of the output
-    cut: Sequence[str],  # the values that are cut into blocks of rows, along axis -2
-    block: int,  # entries of p in a block
-    output: str,
-) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
-    """Nodes and initializers that run `body` on blocks of rows, and concatenate its outputs."""
-    node, value = helper.make_node, helper.make_tensor_value_info
-    inside = [node("Mul", ["i", "rows"], ["top"]), node("Add", ["top", "rows"], ["bottom"])]
-    inside += [node("Slice", [k, "top", "bottom", "axis"], [f"{k}_block"]) for k in cut]
-    inside += [*body.node, node("SequenceInsert", ["done", body.output[0].name], ["more"])]
-    inside += [node("Identity", ["go"], ["on"])]
-    done, more = (helper.make_tensor_sequence_value_info(k, FLOAT, None) for k in ("done", "more"))
-    trip = [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), done]
-    inner = helper.make_graph(inside, "rows", trip, [value("on", TensorProto.BOOL, []), more])
-    nodes = [node("Shape", ["p"], ["m"], start=-2, end=-1), node("Size", ["p"], ["size"])]
-    steps = "Div size m row_size,Div block row_size fit,Max fit one rows"  # a row of all b tensors
-    steps += ",Add m rows beyond,Sub beyond one end,Div end rows trips"
-    nodes += [node(kind, x, [y]) for kind, *x, y in map(str.split, steps.split(","))]
-    nodes += [node("SequenceEmpty", [], ["none"])]
-    nodes += [node("Loop", ["trips", "true", "none"], ["blocks"], body=inner)]
-    nodes += [node("ConcatFromSequence", ["blocks"], [output], axis=-2)]
-    numbers = {"block": block, "one": 1, "axis": -2}
-    constants = [helper.make_tensor(k, TensorProto.INT64, [1], [v]) for k, v in numbers.items()]
-    return nodes, [*constants, helper.make_tensor("true", TensorProto.BOOL, [], [True])]
+    graph = model.graph
+    for values, named in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, (k, shape) in zip(values, named.items(), strict=True):
+            value.name, value.shape = k, onnx_ir.Shape(shape)
+    for node in graph:
+        node.name = None
+    graph.name, model.ir_version = name, 10
+    model.metadata_props.clear()
+    model.metadata_props.update(metadata)
+    proto = onnx_ir.to_proto(model)
+    proto.graph.ClearField("value_info")  # types of inner values, half of the file
+    return proto.SerializeToString()

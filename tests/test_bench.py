@@ -1,10 +1,9 @@
-"""bench.py measures what it says: turns, minima, memory; and writes it down."""
-
-import json
+"""bench.py: turns, minima, memory, and the page it writes."""
 
 import pytest
 import torch
 
+import mulo
 from mulo import bench
 
 
@@ -12,8 +11,8 @@ def test_extra_bytes():
     """The peak of temporaries counts, not their sum."""
     x = torch.ones(1000, 1000)
     assert bench.extra_bytes(lambda: x.add_(1)) < 100
-    assert bench.extra_bytes(lambda: x.add_(x * 2)) == pytest.approx(4_000_000, abs=100)
-    assert bench.extra_bytes(lambda: x.add_((x * 2) * 3)) == pytest.approx(8_000_000, abs=100)
+    assert bench.extra_bytes(lambda: x.add_(x * 2)) == pytest.approx(4e6, abs=100)
+    assert bench.extra_bytes(lambda: x.add_((x * 2) * 3)) == pytest.approx(8e6, abs=100)
     assert bench.extra_bytes(lambda: [x.add_(x * 2) for _ in range(3)]) == pytest.approx(
         4e6, abs=100
     )
@@ -26,67 +25,41 @@ def test_race_takes_turns():
     assert all(0 <= t < 1 for t in best.values())
 
 
-def test_contestants_all_run_and_kernels_need_little_memory():
-    names = ("kernel", "folded", "literal")
-    runs = bench.contestants_for([(1024, 1024)], 4, backends=names)
-    assert {*(f"μLO {k}, H=4" for k in names), "AdamW foreach", "AdamW fused"} <= set(runs)
-    for run in runs.values():
-        run()
-    folded, literal = (bench.extra_bytes(runs[f"μLO {k}, H=4"]) / 2**20 for k in names[1:])
-    kernel = bench.extra_resident(runs["μLO kernel, H=4"]) / 2**20
-    assert literal > 300
-    assert folded < literal / 2
-    assert kernel < 2  # the figure itself is in BENCHMARKS.md; pages and caches add noise here
+@pytest.mark.parametrize("net", ["small_fc", "velo"])
+def test_comparison(net):
+    """All contestants run; the literal step only where it takes less than seconds."""
+    config = mulo.LOConfig(net=net, hidden_size=4)
+    cases = {"small": ([(256, 256)], config), "large": ([(1025, 1024)], config)}
+    times, memory = bench.compare(cases, 1, "cpu")
+    assert times.head[-1] == "kernel / AdamW foreach"
+    small, large = (dict(zip(times.head, row, strict=True)) for row in times.rows.values())
+    assert large["literal"] == "" != small["literal"]
+    ratio = small["kernel"] / small["AdamW foreach"]
+    assert small["kernel / AdamW foreach"] == pytest.approx(ratio)
+    assert "small: 65,536 in 1" in memory.rows
+    small = dict(zip(memory.head, memory.rows["small: 65,536 in 1"], strict=True))
+    assert small["kernel"] < small["folded"] < small["literal"]
+    assert small["AdamW foreach"] == pytest.approx(4, abs=0.1)
 
 
 def test_sections_are_kept_apart(tmp_path):
     """A section that is measured again replaces itself, and only itself."""
-    table = bench.Table("a race", ["ns", "x"], {"one": [12345.6, 0.1234], "two": [1.0, ""]}, ["!"])
-    bench.keep("step", [table], folder=tmp_path)
-    bench.keep("many", [table], folder=tmp_path)
+    page = tmp_path / "page.md"
+    table = bench.Table("a race", ["ns", "x"], {"one": [12345.6, 0.1234], "two": [0.001, ""]})
+    bench.keep("step", [table], page=page)
+    bench.keep("many", [table], page=page)
     table.rows = {"one": [2.0, 3.0]}
-    bench.keep("step", [table], folder=tmp_path)
-    kept = json.loads((tmp_path / "results" / "bench.json").read_text())
-    assert list(kept) == ["step", "many"]
-    text = (tmp_path / "BENCHMARKS.md").read_text()
-    assert text.count("| two |") == 1
-    assert "| one | 12,346 | 0.123 |" in text
-    assert text.count("| one | 2 | 3 |") == 1
+    bench.keep("step", [table], page=page)
+    text = page.read_text()
+    assert text.startswith(bench.HEAD)
+    assert text.count("| two | < 0.01 |  |") == 1
+    assert text.count("| one | 12,346 | 0.123 |") == 1
+    assert text.index("| one | 2 | 3 |") < text.index("## python bench.py many")
     assert torch.__version__ in text
 
 
-def test_benchmarks_are_what_is_kept():
-    kept = json.loads((bench.FOLDER / "results" / "bench.json").read_text())
-    assert bench.written(kept) == (bench.FOLDER / "BENCHMARKS.md").read_text()
-
-
-def test_many_and_roofline(monkeypatch):
-    """The tables, from a race that nobody runs."""
-    seconds = {"copy": 2 * 64 * 2**22 / 1e10, "product": 2 * 1024**3 / 1e11}
-    monkeypatch.setattr(bench, "race", lambda runs, *_: {k: seconds.get(k, 1e-3) for k in runs})
-    monkeypatch.setattr(bench, "extra_bytes", lambda run: 0)
-    monkeypatch.setattr(bench.mulo.MuLO, "step", lambda self: None)
-    vit, resnet = bench.bench_many(1, "cpu")
-    assert "in 147 tensor(s)" in vit.title
-    assert vit.rows["μLO kernel, H=4"][1] == 1
-    assert "Bar" in vit.notes[-1]
-    assert "resnet" in resnet.title
-    [table] = bench.bench_roofline(1, "cpu")
-    assert table.rows["H=4"][2] == pytest.approx(7.2)  # 72 bytes at 10 GB/s
-    assert table.rows["H=32"][2] == pytest.approx(32.6, rel=0.02)  # 3,260 operations at 100 GFLOP/s
-
-
-def test_bars():
-    assert bench.bar("at most 2x", 1.5, 2).endswith("1.50, met.")
-    assert bench.bar("at most 2x", 2.5, 2).endswith("2.50, MISSED.")
-    assert bench.bar("at least 2x", 1.5, least=2).endswith("1.50, MISSED.")
-
-
-def test_no_gpu_kernel_spills():
-    """In the stored section, which `python bench.py gpu` made: three architectures, four nets."""
-    stored = json.loads((bench.FOLDER / "results" / "bench.json").read_text())["gpu"]["tables"]
-    assert len(stored) == 4
-    for table in stored:
-        spills = table["head"].index("spills")
-        assert {name.split(":")[0] for name in table["rows"]} == {"sm_80", "sm_86", "sm_90"}
-        assert all(row[spills] == 0 for row in table["rows"].values())
+def test_the_page_has_only_sections_of_commands():
+    page = bench.PAGE.read_text()
+    assert page.startswith(bench.HEAD)
+    titles = [x for x in page.splitlines() if x.startswith("## ")]
+    assert {x.split()[3] for x in titles} <= set(bench.COMMANDS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import onnxscript.optimizer
 import oracle
 import pytest
@@ -18,7 +19,7 @@ import torch
 from exported_files import error, inputs_of, sign
 
 import mulo
-from mulo import export, features
+from mulo import export, features, roles
 from mulo.serving import Session
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +34,8 @@ def small(monkeypatch):
 
 
 def verify(folder):
-    [found] = export.sidecars(folder)
-    export.verify(*found)
+    [exported] = export.sidecars(folder)
+    export.verify(*exported)
 
 
 @cache
@@ -57,7 +58,7 @@ def test_every_file_is_written_and_checked(exported):
 
 def test_files_carry_the_config_and_no_paths(exported):
     config = json.loads((exported / "mulo_m.json").read_text())
-    assert any("Step 0: μP" in line for line in config.pop("contract"))
+    assert config.pop("contract") == export.CONTRACT
     files = list(config.pop("sha256"))
     assert files[0] == "mulo_m.pt"
     for file in (exported / name for name in files[1:]):
@@ -83,7 +84,7 @@ def test_the_json_is_the_whole_contract():
     for name in ("mulo_m", "muvelo_m"):
         lo = mulo.load(name)
         about = json.loads(json.dumps(export.describe(lo, name)))
-        assert about["version"] == 2
+        assert about["version"] == 3
         assert about["mup"]["hidden"] == {"init variance": -1, "output multiplier": 0, "update": -1}
         assert about["mup"]["output"] == {"init variance": 0, "output multiplier": -1, "update": 0}
         assert len(about["features"]) == lo.config.num_features
@@ -106,6 +107,27 @@ def test_the_json_is_the_whole_contract():
             first = torch.tensor(tensor["features"]["first"])
             first[1 + 2] += 1
             torch.testing.assert_close(seen, first)
+
+
+def plain(text):
+    return " ".join(text.replace("`", "").split())
+
+
+def test_the_page_has_the_contract():
+    """examples/README.md: every rule of CONTRACT, the tables of roles and of state."""
+    page = (ROOT / "examples" / "README.md").read_text()
+    text = plain(page)
+    for sentence in (x for rules in export.CONTRACT.values() for x in rules):
+        assert plain(sentence) in text, sentence
+    power = {0: "1", -1: "1/fan_in"}
+    for role, rule in roles.RULES.items():
+        [row] = [x.split(" | ") for x in page.splitlines() if x.startswith(f"| {role} |")]
+        cells = [x.split(" (")[0].strip(" |") for x in row[2:]]
+        assert cells == [power[x] for x in rule]
+    sides = [export.shapes(mulo.LOConfig(), kind)[0] for kind in KINDS]
+    for k in "MVrc":
+        shapes = [f"({', '.join(map(str, x[k]))})" for x in sides]
+        assert f"| {k} | {' | '.join(shapes)} |" in page
 
 
 # Against float64
@@ -177,15 +199,34 @@ def test_means_over_many_rows_and_columns(exported):
             torch.testing.assert_close(new[f"new_{name}"].double(), right, rtol=1e-6, atol=0)
 
 
-def test_blocks_change_nothing(exported):
-    """Blocks of any number of rows, also where the last one is shorter than the others."""
-    lo, file = mulo.load("mulo_m"), exported / "mulo_m.tensor.onnx"
-    x = inputs_of(lo.config, "tensor", b=2, e=3, m=11, n=13)
-    whole = Session(file, block=10**9).run(x)
-    for block in (1, 78, 200, 500):
-        parts = Session(file, block=block).run(x)
-        for k, v in whole.items():
-            torch.testing.assert_close(parts[k], v, rtol=0, atol=1e-7 * float(v.abs().max()))
+SIZE_OPS = {"Shape", "Size", "Range", "ConstantOfShape"}
+
+
+def test_fixed_sizes_leave_nothing_to_compute_from_them(exported, velo, tmp_path):
+    """On a GPU, control flow and sizes that are computed there make the host wait."""
+    for file in (*exported.glob("*.onnx"), *velo.glob("*.onnx")):
+        free = {node.op_type for node in onnx.load(file).graph.node}
+        assert not free & {"Loop", "If", "Scan", "SequenceEmpty"}
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / file.name)
+        for name, size in {"b": 2, "e": 3, "m": 40, "n": 50, "T": 4}.items():
+            options.add_free_dimension_override_by_name(name, size)
+        onnxruntime.InferenceSession(file, options, ["CPUExecutionProvider"])
+        fixed = {node.op_type for node in onnx.load(tmp_path / file.name).graph.node}
+        assert not fixed & SIZE_OPS, file
+        if "hyper" not in file.name:
+            assert free & SIZE_OPS  # negative control
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_may_be_overwritten(exported, velo, kind):
+    """Each state is read only by the two nodes that compute its new value."""
+    for folder, name in ((exported, "mulo_m"), (velo, "velo")):
+        nodes = onnx.load(folder / f"{name}.{kind}.onnx").graph.node
+        for k in "MVrc":
+            first, last = (x for x in nodes if k in x.input and x.op_type != "Shape")
+            assert (first.op_type, last.op_type) == ("Sub", "Add")
+            assert list(last.output) == [f"new_{k}"]
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "pt2", "ts"])
@@ -311,7 +352,7 @@ def test_foreign_files_and_other_versions(copied, suffix):
     for text, message in (
         ("", "was not written by export.py"),
         ('{"a": 1}', "was not written by export.py"),
-        ('{"format": "mulo-export", "version": 1}', "has format version 1, this code reads 2"),
+        ('{"format": "mulo-export", "version": 1}', "has format version 1, this code reads 3"),
     ):
         relabel(file, text)
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -325,7 +366,7 @@ def test_sidecars_that_are_not_in_order(copied, small, complaint):
     path.write_text(json.dumps(good | {"features": ["g"]}))
     assert "does not describe mulo_m.pt" in complaint(export, "--verify", copied)
     path.write_text(json.dumps(good | {"version": 1}))
-    assert "has format version 1, this code reads 2: export the optimizer anew." in complaint(
+    assert "has format version 1, this code reads 3: export the optimizer again." in complaint(
         export, "--verify", copied
     )
     path.write_text(json.dumps(good))

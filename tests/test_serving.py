@@ -1,15 +1,17 @@
 """onnxruntime: what a Session refuses, and OrtMuLO, which is MuLO."""
 
+import contextlib
 import copy
+import functools
 import json
 import math
 import pickle
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 import torch
@@ -79,34 +81,9 @@ def test_cuda_that_fails_as_it_starts_is_quoted(exported, monkeypatch):
         Session(exported / "mulo_m.vector.onnx", device="cuda")
 
 
-def with_copies(graph):
-    """Put its first MatMul on the CPU, as onnxruntime does: Memcpy nodes before and after it."""
-    [k, node] = next((k, x) for k, x in enumerate(graph.node) if x.op_type == "MatMul")
-    made, given = node.output[0], node.input[1]
-    node.input[1], node.output[0] = "given_on_cpu", "made_on_cpu"
-    before = onnx.helper.make_node("MemcpyToHost", [given], ["given_on_cpu"])
-    after = onnx.helper.make_node("MemcpyFromHost", ["made_on_cpu"], [made])
-    graph.node.insert(k + 1, after)
-    graph.node.insert(k, before)
-
-
-def test_copies_between_cpu_and_gpu_are_found(exported, tmp_path):
-    """In what onnxruntime writes of a real graph, and in the body of its Loop."""
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "placed.onnx")
-    onnxruntime.InferenceSession(exported / "mulo_m.tensor.onnx", options, ["CPUExecutionProvider"])
-    graph = onnx.load(tmp_path / "placed.onnx").graph
-    assert serving.copies(graph) == []
-    with_copies(graph)
-    assert serving.copies(graph) == ["MatMul", "MatMul"]
-    [loop] = [node for node in graph.node if node.op_type == "Loop"]
-    with_copies(next(x.g for x in loop.attribute if x.name == "body"))
-    assert serving.copies(graph) == ["MatMul"] * 4
-
-
 @pytest.fixture
 def cuda(monkeypatch):
-    """A stand-in for CUDA whose device is the CPU: what was done with streams and sessions."""
+    """A stand-in for CUDA whose device is the CPU; records the use of streams and sessions."""
     events = []
 
     class Stream:
@@ -122,13 +99,11 @@ def cuda(monkeypatch):
             events.append("host sync")
 
     class OnCuda(onnxruntime.InferenceSession):
-        def __init__(self, path, options, providers, enable_fallback):
+        def __init__(self, graph, options, providers, enable_fallback):
             events.append(providers)
-            super().__init__(path, options, ["CPUExecutionProvider"])
-            model = onnx.load(options.optimized_model_filepath)
-            if "tensor" in str(path):
-                with_copies(model.graph)
-            onnx.save(model, options.optimized_model_filepath)
+            super().__init__(graph, options, ["CPUExecutionProvider"])
+            if events[0] == "part on the CPU":
+                Path(options.optimized_model_filepath).write_bytes(b"MemcpyToHost")
 
         def get_providers(self):
             return ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -144,10 +119,17 @@ def cuda(monkeypatch):
 
         synchronize_outputs = synchronize_inputs
 
+    @contextlib.contextmanager
+    def current_device(device):
+        events.append("device saved")
+        yield
+        events.append("device restored")
+
     monkeypatch.setattr(onnxruntime, "InferenceSession", OnCuda)
     monkeypatch.setattr(OnCuda, "io_binding", lambda session: Binding(session))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(serving, "stream_on", functools.cache(lambda device: Stream()))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", current_device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("torch"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: events.append("host sync"))
     return events
@@ -162,22 +144,48 @@ class NoListIndex(TorchDispatchMode):
 
 
 def test_steps_on_cuda_have_no_host_sync(exported, cuda):
-    """Streams wait for one another around every call, and nodes on the CPU are warned of."""
+    """Streams wait for one another around every call; shapes have sessions; no device leaks."""
     params = [nn.Parameter(torch.ones(s)) for s in ((3,), (4, 5), (4, 5), (2, 3, 7))]
     opt = OrtMuLO(params, exported, device="cuda")
-    [[(provider, settings)]] = cuda
+    saved, [(provider, settings)], restored = cuda
+    assert (saved, restored) == ("device saved", "device restored")
     assert provider == "CUDAExecutionProvider"
     assert settings["use_tf32"] == "0"
+    assert settings["arena_extend_strategy"] == "kSameAsRequested"
     assert settings["user_compute_stream"] == "1234"
     for p in params:
         p.grad = torch.ones_like(p)
-    with pytest.warns(UserWarning, match=r"2 values per call .*tensor\.onnx, next to MatMul\."):
-        opt._sessions["tensor"] = Session(exported / "mulo_m.tensor.onnx", "cuda")
     opt.step()
+    assert {*opt._sessions} == {
+        ("vector", 1, 1), ("vector", 1, 3), ("tensor", 2, 1, 4, 5), ("tensor", 1, 2, 3, 7)
+    }  # fmt: skip
+    for (_, *sizes), session in opt._sessions.items():
+        shape = session.inputs["p"]
+        assert shape == tuple(sizes)
+        with pytest.raises(ValueError, match="p must be"):
+            session.run(inputs_of(opt.lo.config, "tensor" if len(shape) > 2 else "vector",
+                                  b=9, e=9, m=9, n=9))  # fmt: skip
     cuda.clear()
     with NoListIndex():
         opt.step()
-    assert cuda == 3 * ["onnxruntime waits for torch", "run", "torch waits for onnxruntime"]
+    call = ["onnxruntime waits for torch", "run", "torch waits for onnxruntime"]
+    assert cuda == 3 * ["device saved", *call, "device restored"]
+
+
+def test_nodes_on_the_cpu_are_warned_of(exported, cuda):
+    cuda.append("part on the CPU")
+    with pytest.warns(UserWarning, match="copies values between CPU and GPU in every call"):
+        Session(exported / "mulo_m.tensor.onnx", "cuda")
+
+
+def test_batches_on_cuda_have_a_limit_of_their_own(exported, cuda, monkeypatch):
+    params = [nn.Parameter(torch.ones(6, 7)) for _ in range(5)]
+    monkeypatch.setattr(serving, "MAX_BATCH_ELEMENTS", {"cpu": 1, "cuda": 42 * 4})
+    opt = OrtMuLO(params, exported, device="cuda")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert [key[1] for key in opt._sessions if key[0] == "tensor"] == [4, 1]
 
 
 def test_other_devices_are_refused(exported):
@@ -192,13 +200,13 @@ def test_other_devices_are_refused(exported):
 def test_optimizer_refuses_files_that_do_not_fit(copied):
     params = [nn.Parameter(torch.ones(3))]
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
-    with pytest.raises(ValueError, match="damaged, or not the file its"):
+    with pytest.raises(ValueError, match="is damaged or does not belong to its"):
         OrtMuLO(params, copied)
     shutil.copy(copied / "mulo_m.json", copied / "other.json")
     with pytest.raises(ValueError, match=r"has 2 optimizers: give the \.json of one"):
         OrtMuLO(params, copied)
     (copied / "mulo_m.json").write_text('{"format": "mulo-export", "version": 1}')
-    with pytest.raises(ValueError, match="has format version 1, this code reads 2"):
+    with pytest.raises(ValueError, match="has format version 1, this code reads 3"):
         OrtMuLO(params, copied / "mulo_m.json")
     for path in (copied / "nothing.json", "nowhere"):
         with pytest.raises(FileNotFoundError, match="has no exported optimizer"):
@@ -377,16 +385,15 @@ def test_float64_is_refused(exported):
         OrtMuLO([p], exported).step()
 
 
-def test_a_step_is_whole_or_not_at_all(exported, tmp_path):
-    """Files that change under a running optimizer are refused, before anything is changed."""
+def test_files_are_read_once(exported, tmp_path):
+    """Files that change later do not matter to a running optimizer."""
     shutil.copytree(exported, tmp_path / "files")
-    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 5))
-    opt = OrtMuLO([first, second], tmp_path / "files")
-    first.grad, second.grad = torch.ones(3), torch.ones(4, 5)
-    (tmp_path / "files" / "mulo_m.tensor.onnx").write_bytes(b"another")
-    with pytest.raises(ValueError, match="damaged, or not the file its"):
-        opt.step()
-    assert torch.equal(first, torch.ones(3))
+    p = nn.Parameter(torch.ones(4, 5))
+    opt = OrtMuLO([p], tmp_path / "files")
+    shutil.rmtree(tmp_path / "files")
+    p.grad = torch.ones(4, 5)
+    opt.step()
+    assert (p != 1).any()
 
 
 def test_state_goes_from_one_to_the_other(exported):
@@ -430,7 +437,7 @@ def test_ort_counts_bad_gradients_and_refuses_bad_parameters(exported):
 
 def seen_by(opt, kind, monkeypatch):
     """What the graph of a kind is called with, a list that grows."""
-    session, calls = opt.session(kind), []
+    session, calls = opt.session(kind, (1,) * (4 if kind == "tensor" else 2)), []
     whole = session.run
     monkeypatch.setattr(session, "run", lambda x, *y, **z: calls.append(x) or whole(x, *y, **z))
     return calls
@@ -462,6 +469,6 @@ def test_tensors_of_one_size_go_in_one_call(exported, monkeypatch):
     for p in params:
         p.grad = torch.randn_like(p)
     opt.step()
-    monkeypatch.setattr(serving, "TOGETHER", 42 * 4)
+    monkeypatch.setattr(serving, "MAX_BATCH_ELEMENTS", {"cpu": 42 * 4})
     opt.step()
     assert [len(x["p"]) for x in calls] == [9, 4, 4, 1]

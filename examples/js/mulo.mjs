@@ -92,9 +92,8 @@ export class MuLO {
         const dims = x.shape.map((d) => sizes[d] ?? d), size = dims.reduce((a, b) => a * b);
         state[x.name] = new ort.Tensor("float32", new Float32Array(size).fill(x.first), dims);
       }
-      const { lo, mup, multipliers } = about;
+      const { lo, mup } = about;
       let scale = (isVector ? 1 : fanIn) ** mup[roles[name]].update;
-      scale *= multipliers[isVector ? "bias" : roles[name]];
       if (lo.input_base && roles[name] === "input" && !isVector) scale *= Math.min(lo.input_base / fanIn, 4);
       this.tensors[name] = { kind, tall, state, scale, dims: Object.values(sizes) };
     }

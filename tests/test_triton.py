@@ -1,0 +1,43 @@
+"""The Triton kernels, compiled for GPUs that are not here: no register may spill."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which has the compiler")
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+SHIPPED = ("mulo_m", "muvelo_m", "lo_m")
+CASES = {"sm_80": SHIPPED, "sm_86": (*SHIPPED, "default"), "sm_90": SHIPPED}
+
+
+@pytest.fixture(scope="module")
+def usage():
+    """Registers and stack by architecture, optimizer and kernel; "few" may use 64 registers."""
+    commands = {k: (k, *names) for k, names in CASES.items()}
+    commands["few"] = "sm_86", "mulo_m", "64"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    started = {
+        k: subprocess.Popen([sys.executable, SCRIPT, *x], stdout=subprocess.PIPE, env=environment)
+        for k, x in commands.items()
+    }
+    return {k: json.loads(process.communicate()[0]) for k, process in started.items()}
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_90"])
+def test_no_kernel_spills(usage, architecture):
+    assert tuple(usage[architecture]) == CASES[architecture]
+    for name, by_kernel in usage[architecture].items():
+        assert len(by_kernel) == 6
+        for kernel, used in by_kernel.items():
+            assert used["stack"] == 0, (name, kernel)
+            assert used["registers"] <= 255
+
+
+def test_spills_are_seen(usage):
+    """A negative control: 64 registers are too few."""
+    assert usage["few"]["mulo_m"]["update"]["stack"] > 0
