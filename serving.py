@@ -10,7 +10,8 @@ VeLO's LSTM stays in torch, as its loss features cancel in float32.
 onnxruntime broadcasts inputs, accepts empty tensors, and falls back to the CPU silently if it
 cannot use CUDA, so `Session` checks its inputs and its device. On CUDA there is one session per
 shape, so that no size is computed on the GPU, and one stream; the host waits only in the checks of
-every 100th step. A session keeps 512 to 1,024 bytes per parameter of the tensors in its call.
+every 100th step. A session keeps 512 to 1,024 bytes per parameter of the tensors in its call. If
+a node has no CUDA kernel, onnxruntime logs a warning about Memcpy nodes.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import tempfile
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -66,13 +65,14 @@ class Session:
         if self.device.type not in PROVIDERS:
             raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
-        options.log_severity_level = 4  # errors are raised
+        if self.device.type == "cpu":
+            options.log_severity_level = 4  # errors are raised; on CUDA, warnings are of use
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
         provider, settings = PROVIDERS[self.device.type], {}
-        if self.device.type == "cuda":  # TF32 has 10 bits; extensions of the arena double
+        if self.device.type == "cuda":  # TF32 has 10 bits of mantissa; by default the arena doubles
             settings = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
             if torch.cuda.is_available():  # else opening the session fails
                 self.stream = stream_on(self.device)
@@ -93,25 +93,18 @@ class Session:
         return torch.cuda.device(self.device) if self.stream else contextlib.nullcontext()
 
     def open(self, graph, options, provider: str, settings: dict[str, str]):
-        """An onnxruntime.InferenceSession with this provider, or an error with the reason."""
-        with tempfile.TemporaryDirectory() as folder:
-            placed = Path(folder, "placed.onnx")
-            if settings:
-                options.optimized_model_filepath = str(placed)
-            try:
-                arguments = graph, options, [(provider, settings)]
-                session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
-                reason = None if session.get_providers()[0] == provider else why_no_cuda()
-            except RuntimeError as error:  # CUDA has no driver or no GPU
-                reason = str(error)
-            if reason:
-                cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
-                fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
-                raise RuntimeError(f"{cannot}: {fix}.")
-            if settings and b"Memcpy" in placed.read_bytes():  # a node that has no CUDA kernel
-                slow = "onnxruntime copies values between CPU and GPU in every call"
-                warnings.warn(f"{slow}: mulo.MuLO does not.", stacklevel=5)
-            return session
+        """Return an onnxruntime.InferenceSession, or raise with onnxruntime's reason."""
+        try:
+            arguments = graph, options, [(provider, settings)]
+            session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
+            if session.get_providers()[0] == provider:
+                return session
+            reason = why_no_cuda()
+        except RuntimeError as error:  # CUDA has no driver or no GPU
+            reason = str(error)
+        cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
+        fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
+        raise RuntimeError(f"{cannot}: {fix}.")
 
     def check(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         """Raise unless these are inputs of the graph; returns the sizes b, e, m, n and T."""

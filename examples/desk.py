@@ -1,4 +1,4 @@
-"""The net that every example trains, and what eager PyTorch makes of it.
+"""The net that every example trains, and its training in eager PyTorch.
 
     python export.py mulo_m && python examples/desk.py
 

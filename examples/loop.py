@@ -1,7 +1,7 @@
 """A training loop to copy: AdamW or μLO by one flag, a schedule, checkpoints, resume, DDP.
 
 `examples/charlm.py` and `examples/resnet.py` bring a model and data; everything else is here. Lines
-that are there because of μLO are marked; without them it is an ordinary loop.
+specific to μLO are marked; without them it is an ordinary loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parser(description: str, **defaults) -> argparse.ArgumentParser:
     def add(flag: str, text: str, **options) -> None:
         p.add_argument(flag, help=f"{text} (default: %(default)s)", **options)
 
-    add("--optimizer", "what trains", choices=["mulo", "adamw"], default="mulo")
+    add("--optimizer", "optimizer to train with", choices=["mulo", "adamw"], default="mulo")
     add("--lo", "the μLO, a shipped name or a file", default="mulo_m")
     p.add_argument("--lr", type=float, help="learning rate (default: 1 for a μLO, 0.001 for AdamW)")
     add("--schedule", "of the learning rate", choices=["cosine", "constant"], default="cosine")
@@ -47,7 +47,7 @@ def parser(description: str, **defaults) -> argparse.ArgumentParser:
 
 def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer."""
-    torch.manual_seed(args.seed)  # alike in all processes
+    torch.manual_seed(args.seed)  # the same in all processes
     if args.optimizer == "adamw":
         model = build(args.width).to(args.device)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3 if args.lr is None else args.lr)
@@ -108,10 +108,10 @@ def run(
             loss = loss_of(net, x.to(args.device), y.to(args.device))
         loss.backward()
         loss = loss.detach()
-        if world > 1:  # the mean over all processes, so that they step alike
+        if world > 1:  # the mean over all processes, so that they take the same step
             dist.all_reduce(loss)
             loss /= world
-        opt.step(**({"loss": loss} if args.optimizer == "mulo" else {}))  # μLO: VeLO looks at it
+        opt.step(**({"loss": loss} if args.optimizer == "mulo" else {}))  # μLO: VeLO needs it
         opt.zero_grad()
         scheduler.step()
         losses.append(loss.item())

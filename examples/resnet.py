@@ -1,4 +1,4 @@
-"""A ResNet on CIFAR-10, or on the images that ship with this repository where there is none.
+"""A ResNet on CIFAR-10, or if it is missing, on the images that ship with this repository.
 
 python examples/resnet.py --optimizer mulo
 python examples/resnet.py --optimizer adamw --lr 3e-3
@@ -54,7 +54,7 @@ class ResNet(nn.Module):
 
 def main() -> float:
     parser = loop.parser("An image classifier.", width=64, batch=64, steps=300, every=100)
-    where = "where CIFAR-10 is (default: $MULO_DATA, else ./data; if not there, other images)"
+    where = "where CIFAR-10 is (default: $MULO_DATA, else ./data; if missing, other images)"
     parser.add_argument("--data-dir", help=where)
     args = parser.parse_args()
     if args.width % 32:

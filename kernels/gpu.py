@@ -17,13 +17,13 @@ A tensor is (A, X, B, Y, C): X and Y are factored, A, B and C are batch. r and c
 is cut into blocks of N entries along X or Y, a tensor into tiles of R rows (along X) and W columns
 (along Y and C).
 
-A program finds its tensor and its block or tile in `index`, the tensor's addresses, sizes and
-numbers in `rows`, and the places of intermediate results in `work` in `plan`. `index` and `plan`
-depend on shapes alone and are cached. Sums are sums of tiles' sums in a fixed order: reproducible,
-and accurate for long rows. Names and formulas are those of features.py.
+A program reads its tensor and its block or tile from `index`, the tensor's addresses, sizes and
+numbers from `rows`, and offsets of intermediate results in `work` from `plan`. `index` and `plan`
+depend only on shapes and are cached. Sums are taken tile by tile in a fixed order, so they are
+reproducible, and accurate for long rows. Names and formulas are those of features.py.
 """
 
-# ruff: noqa: RUF005 (Triton knows no (*x, y))
+# ruff: noqa: RUF005 (Triton does not support (*x, y))
 
 from __future__ import annotations
 
@@ -45,16 +45,27 @@ N = tl.constexpr(128)  # entries of a block of a side
 MEANS_R, MEANS_W = tl.constexpr(32), tl.constexpr(64)  # rows and columns of a tile in `means`
 TIMESCALES = tl.constexpr((1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000))
 TINY, INFINITY = tl.constexpr(1e-28), tl.constexpr(math.inf)
-NORMAL = tl.constexpr(1.2e-38)  # of smaller floats a GPU's 1/sqrt is infinite
+NORMAL = tl.constexpr(1.2e-38)  # a GPU's 1/sqrt of smaller floats is infinite
 FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-# Columns of the plan: places in `work`; those of the y side follow those of the x side.
+# Columns of the plan: offsets in `work`; each column of the y side follows that of the x side.
 PARTS, VALUES, OUT, SUMS = (tl.constexpr(k) for k in (0, 2, 4, 6))
 SQUARES, V_SUMS, FOLDED, SQUARES_N, V_SUMS_N = (tl.constexpr(k) for k in range(8, 13))
 
 Row = namedtuple("Row", "p g M V r c net A X B Y C kind t scale decay eps n plan work")
-# Entries of a block and which of them exist; r, or c, there; entries of the side; its length along
-# X or Y; the first block at this batch index, how many there are, and how many the side has.
-Block = namedtuple("Block", "e ok r is_r n length first count blocks")
+Block = namedtuple(
+    "Block",
+    [
+        "e",  # offsets of the block's entries on its side
+        "ok",  # which of these entries exist
+        "r",  # pointer to r, or to c
+        "is_r",  # whether it is r
+        "n",  # entries of the side
+        "length",  # of the side along X or Y
+        "first",  # first block at this batch index
+        "count",  # blocks at this batch index
+        "blocks",  # blocks of the side
+    ],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +94,7 @@ class Case:
 
 @triton.jit
 def job(rows, plan, index, work):
-    """A program's tensor, and its job: two numbers."""
+    """The tensor of this program, and its job: two numbers."""
     index += 3 * tl.program_id(0)
     at = rows + 15 * tl.load(index)
     f, kind = at.to(FLOATS, bitcast=True) + 25, at.to(tl.pointer_type(tl.int32), bitcast=True) + 24
@@ -140,8 +151,8 @@ def total(ptr, count, STRIDE: tl.constexpr):
 
 @triton.jit
 def means(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
-    """Sums of g^2 over the columns and over the rows of a tile, at each index of C; how many
-    entries of g are not finite."""
+    """Sum g^2 along the columns and rows of a tile, at each index of C; count the entries of g
+    that are not finite."""
     row, b, _0 = job(rows, plan, index, work)
     across, down = tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R)
     ti, tj, batch = b // across % down, b % across, b // (across * down)
@@ -204,8 +215,8 @@ def factor(rows, plan, index, work, CASE: tl.constexpr):
 
 @triton.jit
 def sides(rows, plan, index, work, CASE: tl.constexpr):
-    """Four values from each r_d (or c_d) of a block: its factors in F_grad and in F_mom, and the
-    features r_d and 1/sqrt(r_d) before normalisation; and the features' sums of squares."""
+    """Compute four values from each r_d (or c_d) of a block: its factors in F_grad and F_mom, and
+    the features r_d and 1/sqrt(r_d) before normalisation. Also sum the features' squares."""
     row, side, k = job(rows, plan, index, work)
     block = block_of(row, side, k)
     sums, count, n = place(row, SUMS + side) + 9 * block.first, block.count, block.length
@@ -234,7 +245,7 @@ def sides(rows, plan, index, work, CASE: tl.constexpr):
         tl.store(values + 6 * block.n, x, block.ok)
         tl.store(values + 9 * block.n, y, block.ok)
         squares = place(row, SUMS + side) + 9 * k + 3 + d
-        tl.store(squares, tl.sum(x * x))  # x is 0 where no entry is
+        tl.store(squares, tl.sum(x * x))  # x is 0 outside
         tl.store(squares + 3, tl.sum(tl.where(block.ok, y * y, 0.0)))
     if CASE.relative:
         if (side == 1) & (k == 0):
@@ -244,8 +255,8 @@ def sides(rows, plan, index, work, CASE: tl.constexpr):
 
 @triton.jit
 def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
-    """The dense features of tile b; where its entries lie in the tensor and on the sides, and which
-    of them exist; p. With MOVE, M and V are updated."""
+    """Return the dense features of tile b, the offsets of its entries in the tensor and on the
+    sides, a mask of the entries that exist, and p. With MOVE, update M and V."""
     R: tl.constexpr = CASE.R
     W: tl.constexpr = CASE.W
     matrix = row.kind > 0
@@ -297,7 +308,7 @@ def dense_features(row, b, MOVE: tl.constexpr, CASE: tl.constexpr):
 
 @triton.jit
 def accumulate(rows, plan, index, work, CASE: tl.constexpr):
-    """M and V of a few tiles; sums of squares of their dense features."""
+    """Update M and V of a few tiles; sum the squares of their dense features."""
     row, program, tiles = job(rows, plan, index, work)
     sums = ()
     for _ in tl.static_range(tl.constexpr(CASE.D)):
@@ -363,7 +374,7 @@ def fold(rows, plan, index, work, CASE: tl.constexpr):
 
 @triton.jit
 def small_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
-    """The network on a tile, written out neuron by neuron."""
+    """The network on a tile, unrolled neuron by neuron."""
     w0, w, zero, y = place(row, FOLDED) + 4, row.net + CASE.w1, tl.zeros_like(x[0]), ()
     for h in tl.static_range(tl.constexpr(CASE.H)):
         a = tl.load(place(row, OUT) + x_at * CASE.HP + h, ok & (row.kind > 0), 0.0)
@@ -443,7 +454,7 @@ def update(rows, plan, index, work, CASE: tl.constexpr):
     tl.store(row.p + at, p, ok)
 
 
-PROGRAMS = 1024  # enough to fill a GPU: a program of `accumulate` has several tiles beyond that
+PROGRAMS = 1024  # enough to fill a GPU; with more tiles, a program of `accumulate` takes several
 
 
 @functools.lru_cache(maxsize=64)
@@ -453,7 +464,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
     A, X, B, Y, C, kind = np.frombuffer(shapes, np.int64).reshape(-1, 6).T
     matrix, n = kind > 0, A * B * C * np.stack([X, Y])  # entries of the sides
     case = Case(config)
-    # Chosen such that no kernel spills registers (see ahead.py)
+    # Chosen such that no kernel spills registers (see tests/test_triton.py)
     tile = (8, 64, 4) if case.HP <= 8 else (4, 32, 4) if case.HP <= 32 else (1, 32, 8)
     update_case = Case(config, *tile)
     if max(np.max(A * X * B * Y * C), case.HP * n.max()) > 2**31 - 2**16:
@@ -497,9 +508,11 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
 
 
 def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
-    """One step in place on the tensors of `rows`, with t, scale, decay and eps of each in `values`,
-    (4, rows), on the device; returns how many entries of their gradients are not finite, as an
-    int64 tensor on the device. Never waits for the device."""
+    """Step the tensors of `rows` in place; `values` (4, rows) has t, scale, decay and eps of each.
+
+    Returns the number of gradient entries that are not finite, as an int64 tensor on the device.
+    Never waits for the device.
+    """
     device, words = values.device, rows.view("i8").reshape(len(rows), 15)
     # The plan depends on words 7 to 12, A to C and kind. t, the other half of kind's word, is 0.
     plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)

@@ -156,7 +156,7 @@ def eager_loss():
     return desk.train(lambda groups: mulo.MuLO(groups, mulo.load("mulo_m"), backend="folded"))
 
 
-def said(output):
+def printed_loss(output):
     return float(re.findall(r"^loss (\S+)$", output, re.M)[0])
 
 
@@ -172,7 +172,7 @@ def test_same_training_without_torch(exported):
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     done = run(sys.executable, "-c", code, "examples/embed.py", exported)
     assert done.returncode == 0, done.stderr
-    assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
+    assert printed_loss(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
 
 
 def test_files_that_are_missing_are_one_sentence(tmp_path):
@@ -194,7 +194,7 @@ JS = ROOT / "examples" / "js"
 def test_same_training_in_node(exported):
     done = run("node", JS / "train.mjs", exported)
     assert done.returncode == 0, done.stderr
-    assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
+    assert printed_loss(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
 
 
 class Site(http.server.SimpleHTTPRequestHandler):
@@ -246,4 +246,4 @@ def test_same_training_in_cpp(exported, tmp_path):
         assert done.returncode == 0, done.stderr
     done = run(tmp_path / "train", exported)
     assert done.returncode == 0, done.stderr
-    assert said(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
+    assert printed_loss(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)

@@ -1,9 +1,11 @@
-"""Exported files: that they are the step, what is in them, and everything that can be wrong."""
+"""Exported files: their errors against float64, their contents, and files that are refused."""
 
 import io
 import json
 import math
 import re
+import runpy
+import sys
 import warnings
 import zipfile
 from functools import cache, partial
@@ -19,7 +21,7 @@ import torch
 from exported_files import error, inputs_of, sign
 
 import mulo
-from mulo import export, features, roles
+from mulo import export, features, kernels, roles
 from mulo.serving import Session
 
 ROOT = Path(__file__).parents[1]
@@ -45,12 +47,11 @@ def open_graph(folder, kind, suffix):
 
 
 def test_every_file_is_written_and_checked(exported):
-    """By the README's command, which says how far each is off."""
+    """By the README's command, which prints the error of each."""
     _, *lines, last = (exported / "said.txt").read_text().splitlines()
-    found = {tuple(line.split()[:2]) for line in lines}
-    assert found == {(f"mulo_m.{k}.{x}", k) for k in KINDS for x in ("onnx", "pt2")} | {
-        ("mulo_m.ts", k) for k in KINDS
-    }
+    assert {tuple(line.split()[:2]) for line in lines} == {
+        (f"mulo_m.{k}.{x}", k) for k in KINDS for x in ("onnx", "pt2")
+    } | {("mulo_m.ts", k) for k in KINDS}
     assert all(0 < float(line.split()[3]) <= 3e-6 for line in lines)
     assert last.endswith("every file agrees with the float64 step within 3e-06.")
     assert len(list(exported.glob("mulo_m.*"))) <= 9
@@ -276,8 +277,8 @@ def test_other_epsilons(eps, small):
         traced = torch.jit.load(io.BytesIO(export.to_torchscript(lo, "")))
     for kind in KINDS:
         assert ("eps_scale" in export.shapes(config, kind)[0]) == (eps == "fan_in")
-        found = export.compare(lo, kind, {"ts": getattr(traced, kind)})
-        assert found["ts"][0] <= export.TOLERANCE
+        errors = export.compare(lo, kind, {"ts": getattr(traced, kind)})
+        assert errors["ts"][0] <= export.TOLERANCE
 
 
 def test_velo(velo, small, capsys):
@@ -295,10 +296,10 @@ def test_errors_of_any_output_count(small):
         "nan": lambda *x: (*right(*x)[:-1], right(*x)[-1] * math.nan),
         "state": lambda *x: (*right(*x)[:-1], right(*x)[-1] * 1.001),
     }
-    found = export.compare(lo, "vector", wrong | {"right": right})
-    assert found["right"][0] <= export.TOLERANCE
-    assert found["state"][0] == pytest.approx(1e-3, rel=0.01)
-    assert found["nan"][0] == math.inf
+    errors = export.compare(lo, "vector", wrong | {"right": right})
+    assert errors["right"][0] <= export.TOLERANCE
+    assert errors["state"][0] == pytest.approx(1e-3, rel=0.01)
+    assert errors["nan"][0] == math.inf
 
 
 # Files that are not in order
@@ -380,3 +381,14 @@ def test_command_line(tmp_path, complaint):
     assert "has no exported optimizer: run export.py" in complaint(export, "--verify", "nowhere")
     assert "File exists" in complaint(export, "mulo_m", "--out", tmp_path / "file")
     assert "give a learned optimizer to export" in complaint(export)
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "onnxscript", "onnx_ir"])
+def test_missing_packages_are_one_sentence(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "mulo.kernels.onnxgraphs")
+    monkeypatch.delattr(kernels, "onnxgraphs")
+    sentence = re.escape(f'{package} is missing: pip install "mulo[export]", or -r requirements')
+    for name, kind in (("__main__", SystemExit), ("mulo.export", ImportError)):
+        with pytest.raises(kind, match=sentence):
+            runpy.run_path(str(ROOT / "export.py"), run_name=name)

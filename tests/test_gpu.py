@@ -61,12 +61,12 @@ class Gpu(TorchDispatchMode):
         super().__exit__(*error)
         self.lists.__exit__(*error)
 
-    def sync(self, what):
+    def sync(self, cause):
         frame = sys._getframe(2)
         while frame and Path(frame.f_code.co_filename).parent not in (ROOT, ROOT / "optimizees"):
             frame = frame.f_back
         line = frame and f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        self.syncs[what, line] += 1
+        self.syncs[cause, line] += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
