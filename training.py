@@ -16,16 +16,19 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 import mulo
 from mulo import LO, LOConfig, Stack, Weights, features, kernels, tasks
 from mulo.features import Accumulators, LossBuffer, Phi, trailing
+from mulo.optimizees import datasets
 from mulo.roles import (
     ALL,
+    LAYERS,
     area_of,
     fan_in_of,
     kind_indices,
@@ -38,6 +41,7 @@ from mulo.roles import (
 
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
+TEST_SIZE, TEST_TIMES = 2000, 10  # examples in the test loss; evaluations of it during a run
 
 
 def gradients(
@@ -214,10 +218,10 @@ class Muon(Adam):
     def init(self, theta: Theta) -> State:
         kinds = self.kinds
         self.hidden = [k for k, p in theta.items() if p.ndim == 3 and kinds[k] == "hidden"]
-        how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        settings = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
         self.rates = self.numbers[0].tolist() if self.hidden else []
         self.muons = [  # one per net; its parameters are views, stepped in place
-            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **how)
+            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **settings)
             for net, rate in enumerate(self.rates)
         ]
         return super().init(theta)
@@ -234,29 +238,28 @@ class Muon(Adam):
 
 
 def cosine(x: Tensor | float) -> Tensor:
-    """The cosine schedule: the factor on the rate, from 1 to 0.1, at the share x of a run."""
+    """The cosine schedule: the factor on the rate, from 1 to 0.1, after a fraction x of a run."""
     return 0.55 + 0.45 * torch.cos(torch.as_tensor(torch.pi * x))
 
 
 @torch.no_grad()
 def train(
     task: tasks.Task,
-    optimizer: LO | Callable[[tasks.Task], Adam],
+    optimizer: LO | Callable[[tasks.Task], Adam],  # an LO, or a factory task -> Adam
     steps: int,
     seeds: list[int],
-    copies: int = 1,
-    schedule: Callable[[int], float] | None = None,  # of the rate, in place of annealing
+    copies: int = 1,  # nets per seed
+    schedule: Callable[[int], float] | None = None,  # factor on the rate; disables annealing
     device: str = "cpu",
-    look: Callable[[int, Theta], None] | None = None,
+    callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
     num_steps: int | None = None,  # what VeLO is told, if not `steps`
-    data_seeds: list[int] | None = None,  # of the batches; None: they go on from the seeds
+    data_seeds: list[int] | None = None,  # of batches; None: continue with the init generators
     backend: str = "auto",
 ) -> Tensor:
-    """Train `copies` nets from each seed; the losses before each step, (steps, copies * seeds).
+    """Train `copies` nets from each seed. Returns losses of shape (steps, copies * seeds).
 
-    Nets are ordered seeds within copies. Those of a seed share initial weights and batches; with
-    `data_seeds` so do nets of other widths share batches. An `optimizer` for Adam is called with
-    the task. `look(t, theta)` may watch, before each step and after the last.
+    Copies of a seed share init and batches. Pass data_seeds to give nets of different widths the
+    same batches.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     inits = [task.init(1, g) for g in generators]
@@ -277,12 +280,12 @@ def train(
         state = opt.init(theta)
     history = []
     for t in range(steps):
-        if look:
-            look(t, theta)
+        if callback:
+            callback(t, theta)
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
         history.append(losses)
-        if t % 50 == 49 and not look and not torch.stack(history[-50:]).isfinite().any():
+        if t % 50 == 49 and not callback and not torch.stack(history[-50:]).isfinite().any():
             history += [torch.full_like(losses, torch.nan)] * (steps - t - 1)  # all diverged
             break
         lr = schedule(t) if schedule else 1.0
@@ -291,20 +294,70 @@ def train(
         else:
             now = torch.full((P,), float(t), device=device)
             opt.step(weights, state, theta, grads, losses, now, lr)
-    if look:
-        look(steps, theta)
+    if callback:
+        callback(steps, theta)
     return torch.stack(history).cpu()
 
 
 def batches(
     data, generators: list[torch.Generator], size: int, copies: int = 1
 ) -> tuple[Tensor, ...]:
-    """A batch from each generator, (copies * len(generators), size, ...): alike in all copies."""
+    """A batch from each generator, (copies * len(generators), size, ...), repeated for every
+    copy."""
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
+def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
+    """A callback for `train`, and its records, one per probed step: for each layer, the
+    standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
+    x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
+    first, records = {}, []
+
+    def callback(t: int, theta: Theta) -> None:
+        if t and t not in steps:
+            return
+        record = {}
+        for name, y in pre_activations(task, theta, x).items():
+            change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
+            record[name] = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
+        if t:
+            records.append(record)
+
+    return callback, records
+
+
+def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
+    """A callback for `train`, and its records: the mean loss of each net on TEST_SIZE
+    test examples, (P,), at TEST_TIMES evenly spaced steps and at the end."""
+    test = dataclasses.replace(task, split="test").data(device=device)
+    sample = datasets.fixed_sample(test, TEST_SIZE)
+    chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
+    times, records = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
+
+    def callback(t: int, theta: Theta) -> None:
+        if t in times:
+            P, sums = len(next(iter(theta.values()))), []
+            for chunk in chunks:
+                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
+                sums.append(losses * len(chunk[0]))
+            records.append(torch.stack(sums).sum(0).cpu() / n)
+
+    return callback, records
+
+
+def pre_activations(task: tasks.Task, theta: Theta, x: Tensor) -> dict[str, Tensor]:
+    """The output of every layer for inputs x, (P, b, ...) each; the last are the logits."""
+    model, outputs = task.skeleton(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, LAYERS):
+            module.register_forward_hook(lambda m, args, y, name=name: outputs.update({name: y}))
+    P = len(next(iter(theta.values())))
+    functional_call(model, theta, (x.expand(P, *x.shape),))
+    return outputs
+
+
 def final_loss(losses: Tensor, share: float = 1.0) -> Tensor:
-    """The final loss of each net: its mean over the last tenth of the first `share` of a run."""
+    """The final loss of each net: the mean over the last tenth of the first `share` of a run."""
     losses = losses[: max(1, round(share * len(losses)))]
     return losses[-max(1, len(losses) // 10) :].mean(0)
 
