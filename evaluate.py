@@ -150,7 +150,8 @@ def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     for length in [*HORIZONS.values(), steps] if constant else [steps]:
         if values := best(name, task.kind, length, schedule, width):
             return {k: values[k] for k in FIELDS}
-    flags = f" --width {width} --every-width" if width else ""
+    flags = " --scale paper" if task.kind in PAPER["adamw"] else ""
+    flags += f" --width {width} --every-width" if width else ""
     if schedule != "constant":
         flags += f" --steps {steps} --schedule {schedule}"
     command = f"python evaluate.py tune {task.kind}{flags}"
@@ -270,8 +271,8 @@ class Job:
             object.__setattr__(self, name, value)
 
     def keys(self, split: str = "") -> list[tuple]:
-        """Keys of the results: one per seed, or one per probed step. The digest in them is of
-        whatever names do not tell. `split="test"`: of the test losses."""
+        """Keys of the results: one per seed, or one per probed step; with split="test", those of
+        the test losses. The digest tells apart what has the same name."""
         head = (self.optimizer.name, self.digest, self.task, str(self.steps), self.schedule)
         if self.probe_at:
             return [(*head, " ".join(map(str, self.seeds)), t) for t in self.probe_at]
@@ -354,16 +355,19 @@ class Results:
 
     def read(self) -> None:
         """Add what the files have."""
-        n = len(self.KEY) + 2
-        if (self.folder / "losses.csv").exists():
-            with open(self.folder / "losses.csv", newline="") as file:
-                for row in itertools.islice(csv.reader(file), 1, None):
-                    self.kept[tuple(row[:n])] = [float(x) for x in row[n:] if x]
-        if (self.folder / "activations.csv").exists():
-            with open(self.folder / "activations.csv", newline="") as file:
-                for row in itertools.islice(csv.reader(file), 1, None):
-                    key, (layer, change, size) = (*row[: n - 1], int(row[n - 1])), row[n:]
-                    self.kept.setdefault(key, {})[layer] = float(change), float(size)
+        n, losses, activations = len(self.KEY), "losses.csv", "activations.csv"
+        if (self.folder / losses).exists():
+            with open(self.folder / losses, newline="") as file:
+                head, *rows = csv.reader(file)
+            if head[: n + 3] != [*self.KEY, "seed", "split", "loss_0"]:
+                raise ValueError(f"{self.folder / losses} has other columns: move it away.")
+            self.kept |= {tuple(x[: n + 2]): [float(y) for y in x[n + 2 :] if y] for x in rows}
+        if (self.folder / activations).exists():
+            with open(self.folder / activations, newline="") as file:
+                _, *rows = csv.reader(file)
+            for *key, step, layer, change, size in rows:
+                record = self.kept.setdefault((*key, int(step)), {})
+                record[layer] = float(change), float(size)
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing, each net once."""
@@ -513,13 +517,15 @@ FLAGS = {
     "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
     "--every-width": dict(action="store_true", help="save for this width alone (adamw_oracle)"),
-    "--optimizers": dict(nargs="+", help="baselines, shipped names, files, folders of runs"),
-    "--out": dict(type=Path, help="folder (default: results, or results_paper)"),
+    "--optimizers": dict(
+        nargs="+", help=f"shipped names, files, folders of runs, {', '.join(BASELINES | MORE_BASELINES)}",
+    ),
+    "--out": dict(type=Path, help="folder of the results (default: results)"),
     "--fresh": dict(action="store_true", help="train again what the folder already has"),
     "--processes": dict(type=positive, help="workers (default: one per core, 1 on a GPU)"),
     "--at-once": dict(type=positive, help="nets side by side: fewer take less memory"),
     "--device": dict(default="auto", help=kernels.DEVICE_HELP),
-    "--backend": dict(default="auto", choices=kernels.BACKENDS, help="of the learned step"),
+    "--backend": dict(default="auto", choices=kernels.BACKENDS, help="of learned optimizers"),
 }  # fmt: skip
 
 

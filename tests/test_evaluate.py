@@ -225,6 +225,9 @@ def test_losses_are_numbers_in_a_table(tmp_path, lo_m):
     assert read.kept == results.kept
     assert read.activations(probed)["head"][1] == (float(rows[5]["change"]), float(rows[5]["size"]))
     assert read.losses(tested, "test").shape == (11, 1)
+    (tmp_path / "losses.csv").write_text("optimizer,losses\nmulo_m,0.5 0.4\n")
+    with pytest.raises(ValueError, match="has other columns: move it away"):
+        Results(tmp_path)
 
 
 def test_optimizers_of_one_name_are_told_apart(tmp_path, lo_m):
