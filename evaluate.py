@@ -517,9 +517,7 @@ FLAGS = {
     "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
     "--every-width": dict(action="store_true", help="save for this width alone (adamw_oracle)"),
-    "--optimizers": dict(
-        nargs="+", help=f"shipped names, files, folders of runs, {', '.join(BASELINES | MORE_BASELINES)}",
-    ),
+    "--optimizers": dict(nargs="+", help="shipped names, files, folders of runs, baselines"),
     "--out": dict(type=Path, help="folder of the results (default: results)"),
     "--fresh": dict(action="store_true", help="train again what the folder already has"),
     "--processes": dict(type=positive, help="workers (default: one per core, 1 on a GPU)"),
