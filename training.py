@@ -218,10 +218,10 @@ class Muon(Adam):
     def init(self, theta: Theta) -> State:
         kinds = self.kinds
         self.hidden = [k for k, p in theta.items() if p.ndim == 3 and kinds[k] == "hidden"]
-        settings = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
         self.rates = self.numbers[0].tolist() if self.hidden else []
         self.muons = [  # one per net; its parameters are views, stepped in place
-            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **settings)
+            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **how)
             for net, rate in enumerate(self.rates)
         ]
         return super().init(theta)
@@ -238,7 +238,7 @@ class Muon(Adam):
 
 
 def cosine(x: Tensor | float) -> Tensor:
-    """The cosine schedule: the factor on the rate, from 1 to 0.1, after a fraction x of a run."""
+    """The cosine schedule: the factor on the rate, from 1 to 0.1, at the share x of a run."""
     return 0.55 + 0.45 * torch.cos(torch.as_tensor(torch.pi * x))
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -68,28 +67,6 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
         for k, model in enumerate(models):
             error = (dict(model.named_parameters())[name] - p[k]).abs().max()
             assert error <= 2e-4 * moved, name
-
-
-def test_learned_multipliers():
-    """exp(2x) of a tensor's kind multiplies its update, and 0 changes nothing."""
-    plain = random_lo("small_fc", 0, lam1=0.1)
-    lo = mulo.SmallFC(dataclasses.replace(plain.config, multipliers=True))
-    lo.load_state_dict(plain.state_dict() | {"multipliers": torch.zeros(len(roles.TENSOR_KINDS))})
-
-    def first_move(lo):
-        seen = []
-        training.train(
-            TASK, lo, 2, [0], callback=lambda t, theta: seen.append(copy.deepcopy(theta))
-        )
-        return {k: seen[1][k] - seen[0][k] for k in seen[0]}
-
-    moves = {"plain": first_move(plain), "zero": first_move(lo)}
-    lo.multipliers[roles.TENSOR_KINDS.index("hidden")] = 0.5
-    moves["hidden"] = first_move(lo)
-    for k, move in moves["plain"].items():
-        factor = math.e if k == "layers.1.weight" else 1.0
-        torch.testing.assert_close(moves["zero"][k], move)
-        torch.testing.assert_close(moves["hidden"][k], factor * move, rtol=1e-3, atol=1e-7)
 
 
 def test_backends_train_alike():
