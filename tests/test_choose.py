@@ -67,7 +67,7 @@ def test_shipped(name):
     r, desk = about["recipe"], metatrain.recipe(name)
     assert r["name"] == name
     fields = ["mup", "lam1", "net", "sigma", "unroll", "truncation", "pairs", "kind"]
-    fields += ["batch_size", "steps", "lr", "input_base", "by_channels", "late"]
+    fields += ["batch_size", "steps", "lr", "input_base", "by_channels"]
     for field in fields:
         assert r[field] == getattr(desk, field), field
     assert tuple(r["widths"]) == desk.widths
