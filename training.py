@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from torch import Tensor
 import mulo
 from mulo import LO, LOConfig, Stack, Weights, features, kernels, tasks
 from mulo.features import Accumulators, LossBuffer, Numbers, Phi, trailing
-from mulo.roles import ALL, group_options, size_factor, weights_of
+from mulo.optimizees import datasets
+from mulo.roles import ALL, group_options, layer_outputs, size_factor, weights_of
 
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
+TEST_SIZE, TEST_TIMES = 2000, 10  # examples in the test loss; evaluations of it during a run
 
 
 def gradients(
@@ -217,22 +219,21 @@ def cosine(x: Tensor | float) -> Tensor:
 @torch.no_grad()
 def train(
     task: tasks.Task,
-    optimizer: LO | Callable[[tasks.Task], Adam],
+    optimizer: LO | Callable[[tasks.Task], Adam],  # an LO, or a factory task -> Adam
     steps: int,
     seeds: list[int],
-    copies: int = 1,
-    schedule: Callable[[int], float] | None = None,  # of the rate, in place of annealing
+    copies: int = 1,  # nets per seed
+    schedule: Callable[[int], float] | None = None,  # factor on the rate; disables annealing
     device: str = "cpu",
-    look: Callable[[int, Theta], None] | None = None,
+    callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
     num_steps: int | None = None,  # what VeLO is told, if not `steps`
-    data_seeds: list[int] | None = None,  # of the batches; None: they go on from the seeds
+    data_seeds: list[int] | None = None,  # of batches; None: continue with the init generators
     backend: str = "auto",
 ) -> Tensor:
-    """Train `copies` nets from each seed; the losses before each step, (steps, copies * seeds).
+    """Train `copies` nets from each seed. Returns losses of shape (steps, copies * seeds).
 
-    Nets are ordered seeds within copies. Those of a seed share initial weights and batches; with
-    `data_seeds` so do nets of other widths share batches. An `optimizer` for Adam is called with
-    the task. `look(t, theta)` may watch, before each step and after the last.
+    Copies of a seed share init and batches. Pass data_seeds to give nets of different widths the
+    same batches.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     inits = [task.init(1, g) for g in generators]
@@ -253,12 +254,12 @@ def train(
         state = opt.init(theta)
     history = []
     for t in range(steps):
-        if look:
-            look(t, theta)
+        if callback:
+            callback(t, theta)
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
         history.append(losses)
-        if t % 50 == 49 and not look and not torch.stack(history[-50:]).isfinite().any():
+        if t % 50 == 49 and not callback and not torch.stack(history[-50:]).isfinite().any():
             history += [torch.full_like(losses, torch.nan)] * (steps - t - 1)  # all diverged
             break
         lr = schedule(t) if schedule else 1.0
@@ -267,20 +268,59 @@ def train(
         else:
             now = torch.full((P,), float(t), device=device)
             opt.step(weights, state, theta, grads, losses, now, lr)
-    if look:
-        look(steps, theta)
+    if callback:
+        callback(steps, theta)
     return torch.stack(history).cpu()
 
 
 def batches(
     data, generators: list[torch.Generator], size: int, copies: int = 1
 ) -> tuple[Tensor, ...]:
-    """A batch from each generator, (copies * len(generators), size, ...): alike in all copies."""
+    """A batch from each generator, (copies * len(generators), size, ...), repeated for every
+    copy."""
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
+def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
+    """A callback for `train`, and its records, one per probed step: for each layer, the
+    standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
+    x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
+    first, records = {}, []
+
+    def callback(t: int, theta: Theta) -> None:
+        if t and t not in steps:
+            return
+        record, inputs = {}, x.expand(len(next(iter(theta.values()))), *x.shape)
+        for name, y in layer_outputs(task.skeleton(), inputs, theta).items():
+            change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
+            record[name] = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
+        if t:
+            records.append(record)
+
+    return callback, records
+
+
+def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
+    """A callback for `train`, and its records: the mean loss of each net on TEST_SIZE
+    test examples, (P,), at TEST_TIMES evenly spaced steps and at the end."""
+    test = dataclasses.replace(task, split="test").data(device=device)
+    sample = datasets.fixed_sample(test, TEST_SIZE)
+    chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
+    times, records = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
+
+    def callback(t: int, theta: Theta) -> None:
+        if t in times:
+            P, sums = len(next(iter(theta.values()))), []
+            for chunk in chunks:
+                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
+                sums.append(losses * len(chunk[0]))
+            records.append(torch.stack(sums).sum(0).cpu() / n)
+
+    return callback, records
+
+
 def final_loss(losses: Tensor, share: float = 1.0) -> Tensor:
-    """The final loss of each net: its mean over the last tenth of the first `share` of a run."""
+    """The final loss of each net: the mean over the last tenth of the first `share` of a run."""
     losses = losses[: max(1, round(share * len(losses)))]
     return losses[-max(1, len(losses) // 10) :].mean(0)
 

@@ -163,13 +163,31 @@ def test_nets_of_all_widths_see_the_same_batches(monkeypatch):
     assert not torch.equal(own, other)  # there the initial weights have used the same generator
 
 
+def test_layer_outputs_of_nets_side_by_side():
+    task, x = tasks.get("fashion8_mlp_w8_d3"), torch.randn(5, 1, 8, 8)
+    theta = task.init(2, torch.Generator().manual_seed(0), zero_output=False)
+    outputs = roles.layer_outputs(task.skeleton(), x.expand(2, *x.shape), theta)
+    assert list(outputs) == ["layers.0", "layers.1", "head"]
+    first = x.flatten(1) @ theta["layers.0.weight"][1].T + theta["layers.0.bias"][1]
+    torch.testing.assert_close(outputs["layers.0"][1], first)
+    hidden = outputs["layers.1"][1].relu()
+    logits = (hidden @ theta["head.weight"][1].T + theta["head.bias"][1]) / 8
+    torch.testing.assert_close(outputs["head"][1], logits)
+
+
+def test_final_loss_is_of_the_last_tenth():
+    losses = torch.arange(50.0).unsqueeze(1)
+    assert float(training.final_loss(losses)) == 47
+    assert float(training.final_loss(losses, 0.2)) == 9
+
+
 def test_muon_is_torchs():
     """Hidden matrices by torch.optim.Muon, the rest by Adam, at the same rate."""
     task = dataclasses.replace(TASK, rules=())
     seen = []
     training.train(
         task, lambda t: training.Muon(t, torch.tensor([0.01])), 4, [0],
-        look=lambda t, theta: seen.append(copy.deepcopy(theta)),
+        callback=lambda t, theta: seen.append(copy.deepcopy(theta)),
     )  # fmt: skip
     gen = torch.Generator().manual_seed(0)
     model, data = task.model(gen), task.data()
