@@ -3,7 +3,7 @@
     lo = load("mulo_m"); save(lo, "mine.pt", seed=0)
 
 A file holds a format version, the config and the weights, and nothing that could run code.
-Users call these functions as `mulo.load` and so on.
+`mulo` re-exports load, save, from_reference and from_pylo.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
-from mulo import LO, NETS, LOConfig, MuLO, SmallFC
-from mulo.features import LossBuffer, Phi
-from mulo.roles import name_of
+from mulo.features import Phi
+from mulo.nets import LO, NETS, LOConfig, SmallFC
 
 FORMAT, VERSION = "mulo", 1
 SHIPPED = Path(__file__).parent / "weights"
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -> None:
-    """Write text, bytes, or what content(file) writes, to a temporary file; then rename it."""
+    """Write text, bytes, or what content(file) writes: to a temporary file, then rename it."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -45,7 +43,7 @@ def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -
 
 
 def save(lo: LO, path: str | os.PathLike, **about) -> None:
-    """Write a learned optimizer to a file, along with plain values such as command= or seed=."""
+    """Write a learned optimizer to a file, with plain values such as command= or seed=."""
     weights = {name: w.detach().float().cpu().clone() for name, w in lo.named_parameters()}
     config = dataclasses.asdict(lo.config)
     content = {"format": FORMAT, "version": VERSION, "about": about, "config": config}
@@ -60,7 +58,7 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
 
 
 def find(name: str | os.PathLike) -> Path:
-    """The file of a learned optimizer, given its path or the name of a shipped one."""
+    """Return the file of a learned optimizer, given its path or the name of a shipped one."""
     for path in (Path(str(name)), SHIPPED / f"{name}.pt"):
         if path.is_file():
             return path
@@ -73,8 +71,8 @@ def find(name: str | os.PathLike) -> Path:
 def load(name: str | os.PathLike, **changes) -> LO:
     """Load a learned optimizer from a path, or a shipped one by name, such as load("mulo_m").
 
-    An .npz holds arrays for `from_reference`, such as those of VeLO-4000.
-    `changes` replace fields of its config, such as anneal=0.0 if you use an LR scheduler.
+    An .npz file holds arrays for `from_reference`, such as those of VeLO-4000.
+    `changes` replace fields of its config, such as anneal=0.0.
     """
     path = find(name)
     if path.suffix == ".npz":
@@ -83,21 +81,23 @@ def load(name: str | os.PathLike, **changes) -> LO:
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         fix = "use that release, or mulo.from_pylo or from_reference for others' weights"
         raise ValueError(f"{path} was not written by mulo.save of this release: {fix}.")
+    fields = content.get("config")
+    if isinstance(fields, dict) and fields.pop("multipliers", False):
+        raise ValueError(f"{path} has learned multipliers: use the release that made it.")
     try:
-        config, weights = LOConfig(**content["config"]), content["weights"]
-        if content["sha256"] != _sha256(content["config"], weights):
+        config, weights = LOConfig(**fields), content["weights"]
+        if content["sha256"] != _sha256(fields, weights):
             raise ValueError("its checksum is wrong")
         inputs = weights["bank_w0" if config.net == "velo" else "w0"].shape[-2]
         lo = build(config, weights) if inputs == config.num_features else None
     except Exception as error:  # a file may hold anything
         why = str(error).partition("\n")[0]  # torch adds a stack trace
-        raise ValueError(
-            f"{path} is damaged or of another release ({why}): get it again."
-        ) from None
+        fix = "get it again"
+        raise ValueError(f"{path} is damaged or of another release ({why}): {fix}.") from None
     if lo is None:
         raise ValueError(
             f"{path} was meta-trained with {inputs} features, this code has {config.num_features}: "
-            "meta-train anew, or use the release that made it."
+            "meta-train again, or use the release that made it."
         )
     lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
     return lo.with_config(**changes) if changes else lo
@@ -109,18 +109,18 @@ def digest(lo: LO) -> str:
 
 
 def about(name: str | os.PathLike) -> dict:
-    """What was saved along with a learned optimizer: its recipe, its meta-loss and so on."""
+    """Return what `save` stored with a learned optimizer: its recipe, its meta-loss and so on."""
     path = find(name)
     return {} if path.suffix == ".npz" else read(path).get("about", {})
 
 
-# Fields that the first files do not have.
-LATER = {"input_base": None, "by_channels": False, "multipliers": False}
+# Fields that LOConfig got later. At these values they are left out of the checksum, so that files
+# written before and after have the same one.
+NOT_HASHED = {"input_base": None, "by_channels": False}
 
 
 def _sha256(config: dict, weights: Phi) -> str:
-    """Fields of LATER count only if they are set, so the first files keep their checksums."""
-    fields = sorted((k, v) for k, v in config.items() if LATER.get(k, ...) != v)
+    fields = sorted((k, v) for k, v in config.items() if NOT_HASHED.get(k, ...) != v)
     sha256 = hashlib.sha256(repr(fields).encode())
     for name in sorted(weights):
         sha256.update(name.encode())
@@ -129,7 +129,7 @@ def _sha256(config: dict, weights: Phi) -> str:
 
 
 def read(path: Path) -> dict:
-    """The dict in a file written by torch.save."""
+    """Return the dict in a file written by torch.save."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises many exception types
@@ -148,9 +148,7 @@ def build(config: LOConfig, weights: Phi) -> LO:
     except RuntimeError as error:
         wrong = " ".join(str(error).split())  # one line
         raise ValueError(f"the weights do not fit {config.net}: {wrong}") from None
-    lo = NETS[config.net](
-        config, torch.Generator()
-    ).float()  # float32, whatever torch's default dtype is
+    lo = NETS[config.net](config, torch.Generator()).float()  # torch's default dtype may differ
     lo.load_state_dict(weights)
     return lo
 
@@ -167,9 +165,9 @@ def from_reference(arrays: dict, **config) -> LO:
 
     small_fc has w0, b0, ..., momentum_decays, rms_decays, adafactor_decays. VeLO has rnn/<layer>/w
     and /b, ff/w0, ..., lstm_init_hidden, lstm_init_cell; its unused third output and unused layer
-    are dropped. The names of the released tree (rnn_params/..., ff_mod_stack/~/w0__0, ...) do as
-    well. `config` gives lam1, lam2 and other fields of LOConfig, except for the sizes, which
-    follow from the arrays.
+    are dropped. The names of the released tree (rnn_params/..., ff_mod_stack/~/w0__0, ...) work
+    too. `config` gives lam1, lam2 and other fields of LOConfig, but not the sizes, which follow
+    from the arrays.
     """
     a = {k: torch.as_tensor(x).float() for k, x in arrays.items() if not k.endswith("group_sizes")}
     for theirs, ours in HAIKU.items():
@@ -199,7 +197,7 @@ def from_reference(arrays: dict, **config) -> LO:
 
 
 def _load_npz(path: Path, config: dict) -> LO:
-    """The arrays in an .npz; VeLO as it was released, with updates in proportion to RMS(W)."""
+    """Load the arrays in an .npz file; VeLO as released, with updates multiplied by RMS(W)."""
     try:
         with np.load(path) as file:
             arrays = dict(file)
@@ -221,9 +219,8 @@ def from_pylo(
 ) -> SmallFC:
     """Import a small_fc_lopt from the state_dict of PyLO's MetaMLP, a .safetensors or .pt file.
 
-    PyLO does not store the learned decays in the file but as defaults of its constructor: pass them
-    here as they are there (offsets, where 0 is the initial beta), with lam1 (its step_mult) and
-    lam2 (its exp_mult).
+    PyLO keeps the learned decays as defaults of its constructor, not in the file: pass the same
+    values here (offsets; 0 is the initial beta), with lam1 (its step_mult) and lam2 (its exp_mult).
     """
     path = Path(path)
     if not path.is_file():
@@ -248,36 +245,5 @@ def from_pylo(
     return from_reference(arrays | {"adafactor_decays": adafactor_decays}, **config)
 
 
-def check_optimizer_state(opt: MuLO, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
-    """Each parameter of a MuLO with its saved state; raises if they do not fit."""
-    groups, state = ((state_dict or {}).get(k) for k in ("param_groups", "state"))
-    if groups is None or state is None or not all("scale" in group for group in groups):
-        raise ValueError("this is not what MuLO.state_dict() returned: load that.")
-    fix = "build the model, param groups and learned optimizer of the run that saved it."
-    ours, theirs = ([len(g["params"]) for g in x] for x in (opt.param_groups, groups))
-    if ours != theirs:
-        raise ValueError(f"the state_dict has groups of {theirs} parameters, not of {ours}: {fix}")
-    ids = [k for group in groups for k in group["params"]]
-    params = [(p, group) for group in opt.param_groups for p in group["params"]]
-    saved = []
-    for k, (p, group) in zip(ids, params, strict=True):
-        if state.get(k):
-            new = opt.new_state(torch.empty_like(p, device="meta"), group["out_axis"])
-            shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
-            if shapes != {name: x.shape for name, x in new.items()}:
-                name = name_of(p, group)
-                raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
-            saved.append((p, state[k]))
-    if (
-        opt.lo.config.net == "velo"
-        and saved
-        and set(state.get("loss", ())) != {*LossBuffer._fields}
-    ):
-        raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
-    return saved
-
-
 if __name__ == "__main__":
-    raise SystemExit(
-        "checkpoints.py is a module, not a command: use `from mulo import checkpoints`."
-    )
+    raise SystemExit("checkpoints.py is a module, not a command: use `import mulo`.")

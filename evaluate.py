@@ -1,20 +1,20 @@
 """Meta-testing: train nets with learned optimizers and tuned baselines, and keep their losses.
 
     python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
-    python evaluate.py validate runs/*/lo.pt             # on tasks kept for choosing among seeds
-    python evaluate.py choose mulo_m runs/mulo_m_desk_seed*    # the best of these into weights/
-    python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw muadam
-    python evaluate.py width                             # one of the paper's claims; see --help
-    python evaluate.py all                               # all of them, and RESULTS.md
+    python evaluate.py task fashion8_mlp_w256_d3 --optimizers mulo_m lo_m adamw muadam
 
     job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
     losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
 
 A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
-training loss averaged over 50 equal windows, nan after divergence. With --test, nets train without
-the test data, and their test losses follow after " | ". Nets that are there are not trained again,
-unless with --fresh. The claims are in `paper/`, which builds on this file; only the commands, at
-the end, import it.
+training loss averaged over 50 equal windows (nan after divergence). With --test, nets train on the
+train split alone, and a second row has their test losses. Kept nets are not trained again unless
+--fresh is given. `paper.py` has the paper's experiments, which build on this file.
+
+Baselines (paper, appendix B): `adamw` and `muadam` are tuned at one width and keep their values at
+all others; results/tuned has these values. `adamw_default` is AdamW with torch's defaults,
+`adamw_oracle` is AdamW with its rate tuned at every width, `muon` is torch's Muon for hidden
+matrices and Adam for the rest.
 """
 
 from __future__ import annotations
@@ -29,45 +29,188 @@ import itertools
 import json
 import math
 import os
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import geometric_mean
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from tqdm import tqdm
 
 import mulo
-from mulo import checkpoints, kernels, recipes, roles, tasks, training
+from mulo import checkpoints, kernels, roles, tasks, training
 from mulo.checkpoints import write_atomically
-from mulo.optimizees import datasets
-from mulo.paper import baselines
-from mulo.paper.baselines import BASELINES, OTHERS, SCHEDULES, adam, schedule_of, tuned
+from mulo.recipes import DESK, SCALES, Recipe
 
 try:
     import fcntl
-except ImportError:  # Windows: no lock, so run one evaluation at a time
+except ImportError:  # Windows has no file lock: run one evaluation at a time
     fcntl = None
 
-POINTS = 50  # windows in which the losses of a run are averaged
-TEST_SIZE, TEST_TIMES = 2000, 10  # examples that the test loss is a mean over; times in a run
-DATA_SEED = 10_000  # batches have seeds of their own: nets of all widths see the same ones
-Activations = dict[str, list[tuple[float, float]]]  # layer: (change, size) at each probed step
+POINTS = 50  # windows over which the losses of a run are averaged
+DATA_SEED = 10_000  # offset of the seeds of batches: nets of all widths see the same batches
+HORIZONS = {"desk": DESK["unroll"], "paper": Recipe.unroll}  # length of unrolls in meta-training
+WIDEST = {"desk": DESK["widths"][-1], "paper": Recipe.widths[-1]}  # net in meta-training
+
+# ---------------------------------------------------------------- tuned baselines
+
+TUNED = Path(__file__).parent / "results" / "tuned"
+SCHEDULES = {"constant": None, "cosine": 1.0, "cosine2": 2.0}  # name: peak of the cosine
+BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam under μP
+MORE_BASELINES = {
+    "adamw_default": "AdamW (default)", "adamw_oracle": "AdamW (every width)", "muon": "Muon",
+}  # fmt: skip
+GRIDS = {  # the paper's tables: 504 and 512 configurations
+    "adamw": {
+        "lr": torch.logspace(-1, -5, 14).tolist(), "b1": [0.9, 0.95, 0.99],
+        "b2": [0.95, 0.99, 0.999], "weight_decay": [0.1, 0.01, 0.001, 0.0001],
+    },
+    "muadam": {
+        "lr": torch.logspace(-6, 0, 32).tolist(), "b1": [0.85, 0.9, 0.95, 0.99],
+        "b2": [0.9, 0.95, 0.99, 0.999], "weight_decay": [0.0],
+    },
+}  # fmt: skip
+FIELDS = ("lr", "b1", "b2", "weight_decay")
+ADAM_DEFAULTS = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
+ADAMW_DEFAULTS = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
+RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][15::2]}  # `Tuning`'s
+RATES["muon"] = RATES["adamw"]
+PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
+    "adamw": {
+        "lm": (7.02e-4, 0.9, 0.99, 0.001), "vit": (1.70e-4, 0.9, 0.999, 0.01),
+        "in32_mlp": (7.02e-4, 0.9, 0.999, 0.01), "in64_mlp": (7.02e-4, 0.9, 0.99, 0.001),
+        "c10_mlp": (2.89e-3, 0.9, 0.95, 0.0001),
+    },
+    "muadam": {
+        "lm": (0.1077, 0.85, 0.999, 0.0), "vit": (0.044173, 0.85, 0.999, 0.0),
+        "in32_mlp": (0.044173, 0.85, 0.999, 0.0), "in64_mlp": (0.028289, 0.85, 0.99, 0.0),
+        "c10_mlp": (0.1473, 0.9, 0.95, 0.0),
+    },
+}  # fmt: skip
+FINALISTS = 3  # rates that `Tuning` tries with all its seeds
+CHUNK = 64  # nets that are tuned side by side
 
 
-def mean_stderr(x: Tensor) -> tuple[float, float]:
-    """Mean and standard error over seeds."""
-    return float(x.mean()), float(x.std() / math.sqrt(len(x))) if len(x) > 1 else math.nan
+def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
+    """The factor on the learning rate at step t: a cosine that decays to a tenth of its peak.
+
+    "cosine2", from 2 to 0.2, is for learned optimizers in short runs.
+    """
+    peak = SCHEDULES[name]
+    return (lambda t: peak * float(training.cosine(t / steps))) if peak else None
 
 
-def write_table(path: Path, rows: list[list]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    write_atomically(path, text.getvalue())
+def adam(values: list[dict], name: str = "adamw") -> Callable[[tasks.Task], training.Adam]:
+    """A baseline for `training.train`, with the hyperparameters of each net."""
+    columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
+    baseline = training.Muon if name == "muon" else training.Adam
+    return lambda task: baseline(task, **columns)
+
+
+def grid(name: str) -> list[dict]:
+    """All configurations of the paper's grid."""
+    return [dict(zip(FIELDS, v, strict=True)) for v in itertools.product(*GRIDS[name].values())]
+
+
+def best(
+    name: str, kind: str, steps: int, schedule: str = "constant", width: int | None = None
+) -> dict | None:
+    """The tuned values for tasks of this kind: ours, else the paper's, else None."""
+    path = TUNED / f"{kind}.json"
+    key = f"{name}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
+    if path.exists() and key in (known := json.loads(path.read_text())):
+        return known[key]
+    papers = None if width or schedule != "constant" else PAPER.get(name, {}).get(kind)
+    return dict(zip(FIELDS, papers, strict=True)) if papers else None
+
+
+def remember(
+    values: dict, name: str, kind: str, steps: int, schedule: str, width: int | None = None
+) -> Path:
+    """Save tuned values in results/tuned/<kind>.json, for one width if one is given."""
+    path, command = TUNED / f"{kind}.json", shlex.join(["python", *sys.argv])
+    known = json.loads(path.read_text()) if path.exists() else {}
+    key = f"{name}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
+    known[key] = values | {"command": command}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    return path
+
+
+def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
+    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps."""
+    if name == "adamw_default":
+        return ADAMW_DEFAULTS
+    width = task.width if name == "adamw_oracle" else None
+    name = "adamw" if width else name
+    constant = schedule == "constant" and not width
+    for length in [*HORIZONS.values(), steps] if constant else [steps]:
+        if values := best(name, task.kind, length, schedule, width):
+            return {k: values[k] for k in FIELDS}
+    flags = " --scale paper" if task.kind in PAPER["adamw"] else ""
+    flags += f" --width {width} --every-width" if width else ""
+    if schedule != "constant":
+        flags += f" --steps {steps} --schedule {schedule}"
+    command = f"python evaluate.py tune {task.kind}{flags}"
+    raise ValueError(f"{name} is not tuned for {task.kind}: run {command}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """A search for a baseline's values, as a job for `Results.execute`.
+
+    It is over learning rates, all with the first seed, then the best with all seeds; or over the
+    full grid of the paper, with all seeds.
+    """
+
+    name: str  # "adamw", "muadam" or "muon"
+    task: str
+    steps: int
+    schedule: str = "constant"
+    every_width: bool = False  # the values hold for this width alone
+    seeds: tuple[int, ...] = (5001, 5002, 5003)
+    full: bool = False
+
+    def __str__(self) -> str:
+        return f"tuning {self.name} on {self.task}"
+
+    def key(self) -> tuple:
+        """The arguments of `best`, and of `remember` after the values."""
+        task = tasks.get(self.task)
+        width = task.width if self.every_width else None
+        return self.name, task.kind, self.steps, self.schedule, width
+
+    def search(self, configs: list[dict], seeds: Sequence[int], device: str) -> list[dict]:
+        """Every configuration with its final loss (mean over the seeds), best first."""
+        task, scored = training.with_rules(tasks.get(self.task), self.name == "muadam"), []
+        size = max(1, CHUNK // len(seeds))
+        for start in tqdm(range(0, len(configs), size), str(self)):
+            chunk = configs[start : start + size]
+            losses = training.train(
+                task, adam([values for values in chunk for _ in seeds], self.name), self.steps,
+                seeds, len(chunk), schedule_of(self.schedule, self.steps), device,
+            )  # fmt: skip
+            scores = training.final_loss(losses).view(len(chunk), len(seeds)).mean(1)
+            scored += [c | {"loss": float(x)} for c, x in zip(chunk, scores, strict=True)]
+        return sorted(scored, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
+
+    def run(self, device: str = "cpu", backend: str = "auto") -> dict:
+        """The best values, and the size of the search."""
+        task, finalists = tasks.get(self.task), grid(self.name) if self.full else []
+        tried = len(finalists)
+        if not self.full:
+            known = [best(self.name, task.kind, n) for n in (self.steps, *HORIZONS.values())]
+            rest = next(filter(None, known), ADAM_DEFAULTS)
+            wide = self.name == "adamw" and task.width >= 1024  # its best rates are small
+            rates = RATES[self.name][2:7] if wide else RATES[self.name]
+            configs, tried = [rest | {"lr": lr} for lr in rates], len(rates)
+            finalists = self.search(configs, self.seeds[:1], device)[:FINALISTS]
+        winner = self.search(finalists, self.seeds, device)[0]
+        size = {"width": task.width, "depth": task.depth, "seeds": len(self.seeds)}
+        return {k: winner[k] for k in (*FIELDS, "loss")} | size | {"configurations": tried}
 
 
 # ---------------------------------------------------------------- jobs
@@ -85,7 +228,7 @@ class Contender:
 
 def contender(name: str) -> Contender:
     """By name: a baseline, a shipped optimizer, a file, or the folder of a meta-training run."""
-    if name in BASELINES | OTHERS:
+    if name in BASELINES | MORE_BASELINES:
         return Contender(name, roles.ALL if name == "muadam" else ())
     folder = Path(name)
     path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
@@ -97,244 +240,198 @@ def contender(name: str) -> Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Nets to train side by side: one optimizer, one task, some seeds.
+    """Nets to train side by side: one optimizer, one task, several seeds.
 
-    With `test`, they train without the test data, and their test losses are kept too. With
-    `probe_at`, the result is the activations at these steps in place of the losses.
+    With `test`, nets train on the train split, and their test losses are kept too. With
+    `probe_at`, activations at these steps are kept in place of the losses.
     """
 
-    who: Contender
+    optimizer: Contender
     task: str
     steps: int
     schedule: str = "constant"
-    seeds: tuple[int, ...] = (0,)
-    probe_at: tuple[int, ...] = ()
+    seeds: Sequence[int] = (0,)
+    probe_at: Sequence[int] = ()
     test: bool = False
-    values: dict | None = dataclasses.field(default=None, compare=False)  # a baseline's
+    values: dict | None = dataclasses.field(default=None, compare=False)  # of a baseline
+    split: str = dataclasses.field(init=False)  # of the data that nets train on
+    digest: str = dataclasses.field(init=False)  # of the optimizer, its rules and the task
 
     def __post_init__(self):
-        task = self.get_task()  # raises an error if there is none of that name
-        object.__setattr__(self, "task", task.name)  # not a path, if it was given by its file
-        if self.who.lo is None and self.values is None:  # read once: tuning may change the file
-            with contextlib.suppress(ValueError):  # not tuned: `keys` says so
-                object.__setattr__(self, "values", self._tuned())
+        lo, rules, values = self.optimizer.lo, self.optimizer.rules, self.values
+        split = "train" if self.test else "all"
+        task = tasks.get(self.task, rules=rules, split=split)  # raises if there is none
+        if lo is None and values is None:
+            # Read once: another process may tune the baseline while this job waits.
+            values = tuned(self.optimizer.name, task, self.steps, self.schedule)
+        identity = f"{checkpoints.digest(lo) if lo else list(values.values())} {rules}"
+        identity += f" {task.batch_size}" + (task.own.digest if task.own else "")
+        digest = hashlib.sha256((identity + " test" * self.test).encode()).hexdigest()[:8]
+        for name, value in (("split", split), ("values", values), ("digest", digest)):
+            object.__setattr__(self, name, value)
 
-    def _tuned(self) -> dict:
-        return tuned(self.who.name, self.get_task(), self.steps, self.schedule)
-
-    def get_task(self) -> tasks.Task:
-        return tasks.get(self.task, rules=self.who.rules, split="train" if self.test else "all")
-
-    def keys(self) -> list[tuple[str, ...]]:
-        """Keys of the results: one for each seed, or one in all for activations.
-
-        A digest of the weights or tuned values, rules, batch size, what was held out and the file
-        of a registered task tells namesakes apart.
-        """
-        lo, task = self.who.lo, self.get_task()
-        values = {} if lo else self.values or self._tuned()  # raises if it is not tuned
-        what = checkpoints.digest(lo) if lo else list(values.values())
-        what = f"{what} {self.who.rules} {task.batch_size}" + (task.own.digest if task.own else "")
-        what += " test" * self.test
-        digest = hashlib.sha256(what.encode()).hexdigest()[:8]
-        head = (self.who.name, digest, self.task, str(self.steps), self.schedule)
+    def keys(self, split: str = "") -> list[tuple]:
+        """Keys of the results: one per seed, or one per probed step; with split="test", those of
+        the test losses. The digest tells apart what has the same name."""
+        head = (self.optimizer.name, self.digest, self.task, str(self.steps), self.schedule)
         if self.probe_at:
-            return [(*head, " ".join(map(str, self.seeds)), " ".join(map(str, self.probe_at)))]
-        return [(*head, str(seed)) for seed in self.seeds]
+            return [(*head, " ".join(map(str, self.seeds)), t) for t in self.probe_at]
+        return [(*head, str(seed), split or self.split) for seed in self.seeds]
 
     def __str__(self) -> str:
-        return f"{self.who.name} on {self.task}"
+        return f"{self.optimizer.name} on {self.task}"
 
-    def run(self, device: str = "cpu", backend: str = "auto") -> list:
-        """Train, and return the result for each of `keys`."""
-        task = self.get_task()
-        look, found = None, None
+    def run(self, device: str = "cpu", backend: str = "auto") -> dict[tuple, list | dict]:
+        """Train, and return the results by key."""
+        task = tasks.get(self.task, rules=self.optimizer.rules, split=self.split)
+        callback, records = None, []
         if self.probe_at:
-            look, found = probe(task, self.probe_at, device)
+            callback, records = training.probe(task, self.probe_at, device)
         elif self.test:
-            look, found = watch_test_loss(task, self.steps, device)
+            callback, records = training.watch_test_loss(task, self.steps, device)
+        optimizer = self.optimizer.lo or adam([self.values] * len(self.seeds), self.optimizer.name)
+        steps = max(self.probe_at) + 1 if self.probe_at else self.steps
         losses = training.train(
-            task,
-            self.who.lo or adam([self.values] * len(self.seeds), self.who.name),
-            max(self.probe_at) + 1 if self.probe_at else self.steps,
-            list(self.seeds),
-            schedule=schedule_of(self.schedule, self.steps),
-            device=device,
-            backend=backend,
-            look=look,
-            num_steps=self.steps,
-            data_seeds=[DATA_SEED + seed for seed in self.seeds],
-        )
+            task, optimizer, steps, list(self.seeds), num_steps=self.steps,
+            schedule=schedule_of(self.schedule, self.steps), device=device, backend=backend,
+            callback=callback, data_seeds=[DATA_SEED + seed for seed in self.seeds],
+        )  # fmt: skip
         if self.probe_at:
-            return [found]
-        windows = losses.tensor_split(min(POINTS, len(losses)))
-        parts = [torch.stack([window.mean(0) for window in windows], 1)]  # (seeds, POINTS)
+            return dict(zip(self.keys(), records, strict=True))
+        windows = [x.mean(0) for x in losses.tensor_split(min(POINTS, len(losses)))]
+        by_key = list(zip(self.keys(), torch.stack(windows, 1).tolist(), strict=True))
         if self.test:
-            parts.append(torch.stack(found, 1))  # (seeds, TEST_TIMES + 1)
-        digits = ".6g" if task.own else ".4f"  # losses of a registered task have any size
-        texts = [[" ".join(f"{x:{digits}}" for x in y) for y in part.tolist()] for part in parts]
-        return [" | ".join(both) for both in zip(*texts, strict=True)]
-
-
-def probe(task: tasks.Task, steps: tuple[int, ...], device: str) -> tuple[Callable, Activations]:
-    """A callback for `training.train`, and what it finds: pre-activations y of 64 inputs at some
-    steps, as the standard deviation of their change so far, and mean |y|."""
-    x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
-    first, found = {}, {}
-
-    def look(t: int, theta: training.Theta) -> None:
-        if t and t not in steps:
-            return
-        for name, y in pre_activations(task, theta, x).items():
-            change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
-            if t:
-                pair = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
-                found.setdefault(name, []).append(pair)
-
-    return look, found
-
-
-def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
-    """A callback for `training.train`, and what it finds: the mean loss of each net on TEST_SIZE
-    examples of the test data, (P,), at TEST_TIMES evenly spaced steps and at the end."""
-    test = dataclasses.replace(task, split="test").data(device=device)
-    sample = datasets.fixed_sample(test, TEST_SIZE)
-    chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
-    at, found = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
-
-    def look(t: int, theta: training.Theta) -> None:
-        if t in at:
-            P, sums = len(next(iter(theta.values()))), []
-            for chunk in chunks:
-                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
-                sums.append(losses * len(chunk[0]))
-            found.append(torch.stack(sums).sum(0).cpu() / n)
-
-    return look, found
-
-
-def pre_activations(task: tasks.Task, theta: training.Theta, x: Tensor) -> dict[str, Tensor]:
-    """The output of every layer for inputs x, (P, b, ...) each; the last are the logits."""
-    model, found = task.skeleton(), {}
-    for name, module in model.named_modules():
-        if isinstance(module, roles.LAYERS):
-            module.register_forward_hook(lambda m, args, y, name=name: found.__setitem__(name, y))
-    P = len(next(iter(theta.values())))
-    functional_call(model, theta, (x.expand(P, *x.shape),))
-    return found
+            by_key += zip(self.keys("test"), torch.stack(records, 1).tolist(), strict=True)
+        return {key: [float(f"{x:.6g}") for x in values] for key, values in by_key}
 
 
 # ---------------------------------------------------------------- kept results
 
 
+def mean_stderr(x: Tensor) -> tuple[float, float]:
+    """Mean and standard error over seeds."""
+    return float(x.mean()), float(x.std() / math.sqrt(len(x))) if len(x) > 1 else math.nan
+
+
+def write_table(path: Path, rows: list[Sequence]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_atomically(path, text.getvalue())
+
+
 def _prepare_process() -> None:
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # nets that a bad optimizer killed are full of them, and slow
+    torch.set_flush_denormal(True)  # diverged nets produce denormals, which are slow
     training.keep_freed_memory()
 
 
 def _rough_cost(job) -> int:
-    """Of a Job or a Tuning, in arbitrary units; runs of meta-training count alike."""
+    """Of a Job or a Tuning, in arbitrary units; 0 for runs of meta-training."""
     task = tasks.get(job.task) if hasattr(job, "task") else None
     return job.steps * len(job.seeds) * (task.depth * task.width**2 + 20_000) if task else 0
 
 
 class Results:
-    """Finished jobs, in a folder: losses.csv, and watch.json for activations. Each job is saved as
-    it ends, so an interrupted evaluation goes on from there."""
+    """Finished jobs in a folder: losses.csv and activations.csv. Each job is saved as it ends, so
+    an interrupted evaluation can be resumed."""
 
-    KEY = ("optimizer", "digest", "task", "steps", "schedule", "seed")
+    KEY = ("optimizer", "digest", "task", "steps", "schedule")
 
     def __init__(
         self,
         folder: Path,
         device: str = "cpu",
-        processes: int = 1,
+        processes: int | None = 1,  # None: one per core, 1 on a GPU
         fresh: bool = False,
         backend: str = "auto",
         at_once: int | None = None,  # seeds side by side (not for activations); None: all
     ):
-        self.folder, self.processes, self.fresh = folder, processes, fresh
-        self.at_once, self.how = at_once, (device, backend)
-        self.kept: dict[tuple[str, ...], str | Activations] = {}
-        self.asked, self.trained = set(), set()  # keys
+        self.folder, self.fresh, self.at_once = folder, fresh, at_once
+        self.processes = processes or (os.cpu_count() if device == "cpu" else 1)
+        self.device, self.backend = device, backend
+        self.kept: dict[tuple, list[float] | dict[str, tuple[float, float]]] = {}
+        self.requested, self.trained = set(), set()  # keys
         self.read()
 
     def read(self) -> None:
         """Add what the files have."""
-        if (self.folder / "losses.csv").exists():
-            with open(self.folder / "losses.csv", newline="") as file:
-                for row in csv.DictReader(file):
-                    self.kept[tuple(row[k] for k in self.KEY)] = row["losses"]
-        if (self.folder / "watch.json").exists():
-            known = json.loads((self.folder / "watch.json").read_text())
-            self.kept |= {tuple(k.split(", ")): v for k, v in known.items()}
+        n, losses, activations = len(self.KEY), "losses.csv", "activations.csv"
+        if (self.folder / losses).exists():
+            with open(self.folder / losses, newline="") as file:
+                head, *rows = csv.reader(file)
+            if head[: n + 3] != [*self.KEY, "seed", "split", "loss_0"]:
+                raise ValueError(f"{self.folder / losses} has other columns: move it away.")
+            self.kept |= {tuple(x[: n + 2]): [float(y) for y in x[n + 2 :] if y] for x in rows}
+        if (self.folder / activations).exists():
+            with open(self.folder / activations, newline="") as file:
+                _, *rows = csv.reader(file)
+            for *key, step, layer, change, size in rows:
+                record = self.kept.setdefault((*key, int(step)), {})
+                record[layer] = float(change), float(size)
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing, each net once."""
         missing, known = {}, self.trained if self.fresh else self.kept
         for job in jobs:
-            self.asked.update(job.keys())
-            left = [key not in known for key in job.keys()]
-            seeds = tuple(itertools.compress(job.seeds, left))
-            size = self.at_once or len(job.seeds)
-            parts = [seeds[k : k + size] for k in range(0, len(seeds), size)]
-            for part in [job.seeds] * any(left) if job.probe_at else parts:
+            keys = job.keys()
+            self.requested.update(keys)
+            absent = [key not in known for key in keys]
+            if job.probe_at:
+                parts = [job.seeds] * any(absent)
+            else:
+                seeds = tuple(itertools.compress(job.seeds, absent))
+                size = self.at_once or len(job.seeds)
+                parts = [seeds[k : k + size] for k in range(0, len(seeds), size)]
+            for part in parts:
                 job = dataclasses.replace(job, seeds=part)
                 missing[tuple(job.keys())] = job
-        for job, found in self.execute(list(missing.values()), desc):
-            self.kept.update(zip(job.keys(), found, strict=True))
-            self.trained.update(job.keys())
-            self.save()
+        if missing:
+            for _, by_key in self.execute(list(missing.values()), desc):
+                self.kept |= by_key
+                self.trained.update(by_key)
+                self.save()
 
-    def losses(self, job: Job, test: bool = False) -> Tensor:
+    def losses(self, job: Job, split: str = "") -> Tensor:
         """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing.
 
-        With `test` the test losses, (TEST_TIMES + 1, seeds), the last at the end.
+        With split="test" the test losses, (TEST_TIMES + 1, seeds), the last at the end.
         """
         self.run([job])
-        texts = [self.kept[key].split(" | ")[test] for key in job.keys()]
-        return torch.tensor([[float(x) for x in text.split()] for text in texts]).T
+        return torch.tensor([self.kept[key] for key in job.keys(split)]).T
 
-    def activations(self, job: Job) -> Activations:
+    def activations(self, job: Job) -> dict[str, list[tuple[float, float]]]:
         """Change and size of each layer's pre-activations at the probed steps."""
         self.run([job])
-        return self.kept[job.keys()[0]]
+        records = [self.kept[key] for key in job.keys()]
+        return {layer: [record[layer] for record in records] for layer in records[0]}
 
     def execute(self, jobs: list, desc: str) -> Iterator[tuple]:
         """Run jobs, the longest first; yield each with its result."""
         jobs = sorted(jobs, key=_rough_cost, reverse=True)
         if min(self.processes, len(jobs)) > 1:
             done = self._in_processes(jobs)
+        elif jobs:
+            _prepare_process()
+            done = ((job, job.run(self.device, self.backend)) for job in jobs)
         else:
-            done = ((job, job.run(*self.how)) for job in jobs)
-        yield from tqdm(done, desc, len(jobs), disable=not jobs)
+            return
+        yield from tqdm(done, desc, len(jobs))
 
     def _in_processes(self, jobs: list) -> Iterator[tuple]:
+        failed = []
         with ProcessPoolExecutor(self.processes, get_context("spawn"), _prepare_process) as pool:
-            started = {pool.submit(job.run, *self.how): job for job in jobs}
+            futures = {pool.submit(job.run, self.device, self.backend): job for job in jobs}
             try:
-                for future in as_completed(started):
-                    if not future.exception():  # after a failure the others go on
-                        yield started[future], future.result()
+                for future in as_completed(futures):
+                    if error := future.exception():  # the other jobs still run
+                        failed.append(f"{futures[future]}: {error}")
+                    else:
+                        yield futures[future], future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        failed = [(job, x.exception()) for x, job in started.items() if x.exception()]
         if failed:
-            texts = "; ".join(f"{job}: {error}" for job, error in failed)
-            said = f"{len(failed)} of {len(jobs)} jobs failed: {texts}"
-            raise RuntimeError(said) from failed[0][1]
-
-    def origin(self) -> str:
-        """Where the results came from, as a sentence."""
-        read = len(self.asked - self.trained)
-        if not read:
-            return f"All nets were trained now; their losses are kept in {self.folder}."
-        return (
-            f"{read} of {len(self.asked)} results were read from {self.folder}, not trained now: "
-            "--fresh trains them anew."
-        )
+            raise RuntimeError(f"{len(failed)} of {len(jobs)} jobs failed: {'; '.join(failed)}")
 
     def save(self) -> None:
         """Write all results, including those that another process has added."""
@@ -345,191 +442,124 @@ class Results:
             mine = {key: self.kept[key] for key in self.trained}
             self.read()
             self.kept |= mine
-            found = sorted(self.kept.items())
-            rows = [[*key, x] for key, x in found if isinstance(x, str)]
-            probed = {", ".join(key): x for key, x in found if isinstance(x, dict)}
-            if rows:
-                write_table(self.folder / "losses.csv", [[*self.KEY, "losses"], *rows])
+            losses = {key: x for key, x in self.kept.items() if isinstance(x, list)}
+            probed = {key: x for key, x in self.kept.items() if isinstance(x, dict)}
+            if losses:
+                columns = [f"loss_{k}" for k in range(max(map(len, losses.values())))]
+                rows = [(*key, *losses[key]) for key in sorted(losses)]
+                head = (*self.KEY, "seed", "split", *columns)
+                write_table(self.folder / "losses.csv", [head, *rows])
             if probed:
-                write_atomically(self.folder / "watch.json", json.dumps(probed))
+                pairs = [(key, layer) for key in sorted(probed) for layer in probed[key]]
+                rows = [(*key, layer, *probed[key][layer]) for key, layer in pairs]
+                head = (*self.KEY, "seeds", "step", "layer", "change", "size")
+                write_table(self.folder / "activations.csv", [head, *rows])
 
 
 # ---------------------------------------------------------------- command line
-# `paper` imports this file, so it is imported inside the commands that need it.
 
 
-def _tune(args: argparse.Namespace) -> None:
-    r = recipes.recipe("mulo_m", args.scale)
-    task = f"{args.kind}_w{args.width or max(r.widths)}_d{args.depth}"
-    steps, seeds = args.steps or r.unroll, tuple(range(args.seeds))
-    for which, label in BASELINES.items():
-        fixed = None
-        if args.rates_only:  # the rest as found by the full grid, at the meta-trained horizon
-            fixed = baselines.best(which, tasks.get(task).kind, r.unroll)
-            if fixed is None:
-                raise ValueError(f"first run python evaluate.py tune {args.kind}, the full grid.")
-        configs = baselines.grid(which, fixed)
-        how = (args.schedule, args.every_width, seeds, configs)
-        tuning = baselines.Tuning(which, task, steps, *how)
-        entry = tuning.run(args.device)
-        path = baselines.remember(entry, *tuning.key())
-        print(f"{label}: {entry} of {len(configs)}, kept in {path}")
-
-
-def _task(args: argparse.Namespace) -> None:
-    """Print final losses: a row for each task, or two with --test; a column for each optimizer."""
-    if not args.who:
-        raise ValueError("say which optimizers to compare: --who mulo_m adamw")
-    results = Results(args.out, args.device, args.processes, args.fresh, args.backend)
-    who, seeds = [contender(x) for x in args.who], tuple(range(args.seeds))
-    jobs = [
-        [Job(c, name, args.steps, args.schedule, seeds, test=args.test) for c in who]
-        for name in args.tasks
-    ]
-    results.run(itertools.chain(*jobs))
-    print(f"{'':26}" + "".join(f"{c.name:>24}" for c in who))
-    for row in jobs:
-        lines = {row[0].task: [training.final_loss(results.losses(job)) for job in row]}
-        if args.test:
-            lines["  test loss"] = [results.losses(job, test=True)[-1] for job in row]
-        for head, losses in lines.items():
-            found = map(mean_stderr, losses)
-            cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in found]
-            print(f"{head:26}" + "".join(f"{cell:>24}" for cell in cells))
-    print(results.origin())
-
-
-def _validate(args: argparse.Namespace) -> None:
-    from mulo.paper import choose
-
-    for file in args.files:
-        lo, recipe = mulo.load(file), checkpoints.about(file).get("recipe")
-        scores = choose.validate(lo, recipe, args.device)
-        print(f"{file}: {geometric_mean(scores.values()):.4f}  {scores}")
-
-
-def _choose(args: argparse.Namespace) -> None:
-    from mulo.paper import choose
-
-    print(f"chosen: {choose.choose(args.name, args.folders, args.device)}")
-
-
-def _claims(args: argparse.Namespace) -> None:
-    """Test one of the paper's claims, or all: print the sentences, write tables and figures."""
-    from mulo.paper import claims, report
-
-    suite = claims.SUITES[args.scale]
-    suite = dataclasses.replace(suite, who=tuple(args.who)) if args.who else suite
-    names = claims.EXPERIMENTS if args.command == "all" else [args.command]
-    results = Results(args.out, args.device, args.processes, args.fresh, args.backend, args.at_once)
-    page = Path("RESULTS.md") if args.out == Path("results") else args.out / "RESULTS.md"
-    for name in names:
-        found = claims.EXPERIMENTS[name](suite, results)
-        report.keep(found, name, args.out)
-        report.draw_readme_picture(args.out, suite.families[0].kind, suite.families[0].base)
-        report.write(args.out, page, suite.scale)
-        print("\n".join(found.said))
-    print(results.origin())
-
-
-def _complete(args: argparse.Namespace) -> None:
-    """Check numbers, and fill in the defaults that depend on other flags."""
-    counts = [getattr(args, k, None) for k in ("seeds", "steps", "width", "processes", "at_once")]
-    if any(n is not None and n < 1 for n in counts):
-        raise ValueError("--seeds, --steps, --width, --processes, --at-once must be 1 or more.")
-    args.device, sentence = kernels.pick_device(args.device)
+def tune(args: argparse.Namespace) -> None:
+    """Tune AdamW and μAdam over the paper's grids; with a schedule, their learning rates only."""
+    device, sentence = kernels.pick_device(args.device)
     print(sentence)
-    if "processes" in args:
-        args.processes = args.processes or (os.cpu_count() if args.device == "cpu" else 1)
-        scale = getattr(args, "scale", "desk")
-        args.out = args.out or Path("results" if scale == "desk" else f"results_{scale}")
+    task = f"{args.kind}_w{args.width or WIDEST[args.scale]}_d{args.depth}"
+    steps, seeds = args.steps or HORIZONS[args.scale], tuple(range(args.seeds))
+    full = args.schedule == "constant"
+    for name in BASELINES:
+        tuning = Tuning(name, task, steps, args.schedule, args.every_width, seeds, full)
+        values = tuning.run(device)
+        print(f"{BASELINES[name]}: {values}, saved in {remember(values, *tuning.key())}")
 
 
-ARGUMENTS = {
-    "kind": dict(help="of task, such as fashion8_mlp, or a file that registers one"),
-    "files": dict(type=Path, nargs="+", help="lo.pt of runs"),
-    "name": dict(choices=recipes.RECIPES, help="of the recipe"),
-    "folders": dict(type=Path, nargs="+", help="of runs"),
-    "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3 or my_task.py_w256_d3"),
-    "--scale": dict(
-        choices=recipes.SCALES,
-        default="desk",
-        help="tasks and lengths for a laptop (desk, the default) or the paper's",
-    ),
-    "--width": dict(type=int, help="at which to tune (default: the widest of meta-training)"),
-    "--depth": dict(type=int, default=3, help="layers of the nets (default: 3)"),
-    "--steps": dict(type=int, help="of training (default: 500; for tune, the meta-trained length)"),
-    "--seeds": dict(type=int, help="nets to train with each optimizer (default: %(default)s)"),
-    "--schedule": dict(
-        choices=SCHEDULES, default="constant", help="of the learning rate (default: constant)"
-    ),
+def compare(args: argparse.Namespace) -> None:
+    """Print final losses: a row for each task, or two with --test; a column for each optimizer."""
+    device, sentence = kernels.pick_device(args.device)
+    print(sentence)
+    if not args.optimizers:
+        raise ValueError("name the optimizers to compare: --optimizers mulo_m adamw")
+    out = args.out or Path("results")
+    results = Results(out, device, args.processes, args.fresh, args.backend)
+    optimizers, seeds = [contender(x) for x in args.optimizers], range(args.seeds)
+    jobs = {
+        task: [Job(c, task, args.steps, args.schedule, seeds, test=args.test) for c in optimizers]
+        for task in args.tasks
+    }
+    results.run(itertools.chain(*jobs.values()))
+    print(f"{'':26}" + "".join(f"{c.name:>24}" for c in optimizers))
+    for task, row in jobs.items():
+        lines = {task: [training.final_loss(results.losses(job)) for job in row]}
+        if args.test:
+            lines["  test loss"] = [results.losses(job, "test")[-1] for job in row]
+        for head, losses in lines.items():
+            pairs = [mean_stderr(x) for x in losses]
+            cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in pairs]
+            print(f"{head:26}" + "".join(f"{cell:>24}" for cell in cells))
+    read = len(results.requested - results.trained)
+    print(f"{read} of {len(results.requested)} results were read from {out}: --fresh retrains.")
+
+
+def positive(text: str) -> int:
+    """The type of flags that are counts."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of 1 or more")
+    return int(text)
+
+
+FLAGS = {
+    "kind": dict(help="of task, such as fashion8_mlp"),
+    "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3"),
+    "--scale": dict(choices=SCALES, default="desk", help="desk (the default) or paper"),
+    "--width": dict(type=positive, help="of the nets (default: the widest of meta-training)"),
+    "--depth": dict(type=positive, default=3, help="of the nets (default: 3)"),
+    "--steps": dict(type=positive, help="of training (default: 500; tune: as in meta-training)"),
+    "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
+    "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
-    "--rates-only": dict(
-        action="store_true", help="tune learning rates, keep the other tuned values"
-    ),
-    "--every-width": dict(
-        action="store_true", help="keep the values for this width alone (adamw_oracle)"
-    ),
-    "--who": dict(nargs="+", help="optimizers: adamw, muadam, adamw_default, shipped names, files"),
-    "--out": dict(type=Path, help="folder of the results (default: results, or results_paper)"),
+    "--every-width": dict(action="store_true", help="save for this width alone (adamw_oracle)"),
+    "--optimizers": dict(nargs="+", help="shipped names, files, folders of runs, baselines"),
+    "--out": dict(type=Path, help="folder of the results (default: results)"),
     "--fresh": dict(action="store_true", help="train again what the folder already has"),
-    "--processes": dict(type=int, help="worker processes (default: one per core, 1 on a GPU)"),
-    "--at-once": dict(
-        type=int, help="nets trained side by side; fewer take less memory (default: all)"
-    ),
+    "--processes": dict(type=positive, help="workers (default: one per core, 1 on a GPU)"),
+    "--at-once": dict(type=positive, help="nets side by side: fewer take less memory"),
     "--device": dict(default="auto", help=kernels.DEVICE_HELP),
-    "--backend": dict(
-        default="auto", choices=kernels.BACKENDS, help="that runs the step of a learned optimizer"
-    ),
-}
+    "--backend": dict(default="auto", choices=kernels.BACKENDS, help="of learned optimizers"),
+}  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
-    from mulo.paper import ablations, claims, resnet, transfer  # noqa: F401 (add experiments)
-
-    parser = argparse.ArgumentParser(
-        description="Test learned optimizers against tuned baselines.",
-        epilog="example: python evaluate.py task fashion8_mlp_w256_d3 --who mulo_m lo_m adamw",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(name: str, run: Callable, text: str, arguments: str, **defaults) -> None:
-        command = commands.add_parser(name, help=text)
-        for argument in arguments.split():
-            command.add_argument(argument, **ARGUMENTS[argument])
-        command.set_defaults(run=run, **defaults)
-
-    tune = "kind --scale --width --depth --steps --seeds --schedule --rates-only --every-width "
-    tune += "--device"
-    task = "tasks --steps --seeds --schedule --test --who --out --fresh --processes --device "
-    task += "--backend"
-    claim = "--scale --who --out --fresh --processes --at-once --device --backend"
-    add("tune", _tune, "AdamW and μAdam over the paper's grids", tune, seeds=3)
-    add("validate", _validate, "final losses on the validation tasks", "files --device")
-    add("choose", _choose, "the best of several runs into weights/", "name folders --device")
-    add("task", _task, "any optimizers on any tasks", task, steps=500, seeds=5)
-    for name, experiment in claims.EXPERIMENTS.items():
-        add(name, _claims, experiment.__doc__.split("\n")[0].rstrip("."), claim)
-    add("all", _claims, "all of these, and RESULTS.md", claim)
-    return parser
-
-
-def main() -> None:
-    args = _parser().parse_args()
-    _prepare_process()
+@contextlib.contextmanager
+def one_sentence(program: str) -> Iterator[None]:
+    """End with one sentence on Ctrl-C, and on errors that tell the fix."""
     try:
-        _complete(args)
-        args.run(args)
+        yield
     except KeyboardInterrupt:
-        but = " without --fresh" if getattr(args, "fresh", False) else ""
-        sys.exit(f"evaluate.py: stopped; finished nets are kept, the same command{but} goes on.")
+        sys.exit(f"{program}: stopped. Finished nets are saved; rerun without --fresh to resume.")
     except (ValueError, OSError, RuntimeError) as error:
         if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise
-        sys.exit(f"evaluate.py: {error}")
+        sys.exit(f"{program}: {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Test learned optimizers against tuned baselines.",
+        epilog="example: python evaluate.py task fashion8_mlp_w256_d3 --optimizers mulo_m adamw",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run, flags, defaults in (
+        ("tune", tune, "kind --scale --width --depth --steps --seeds --schedule "
+         "--every-width --device", {"seeds": 3}),
+        ("task", compare, "tasks --optimizers --steps --seeds --schedule --test --out --fresh "
+         "--processes --device --backend", {"seeds": 5, "steps": 500}),
+    ):  # fmt: skip
+        command = commands.add_parser(name, help=run.__doc__)
+        for flag in flags.split():
+            command.add_argument(flag, **FLAGS[flag])
+        command.set_defaults(run=run, **defaults)
+    args = parser.parse_args()
+    with one_sentence("evaluate.py"):
+        args.run(args)
 
 
 if __name__ == "__main__":
-    from mulo import evaluate  # the module that `paper` imports, so that its classes exist once
-
-    evaluate.main()
+    main()

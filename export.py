@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import mulo
 from mulo import LO, LOConfig, checkpoints, features, roles
-from mulo.features import Accumulators, LossBuffer
+from mulo.features import Accumulators, LossBuffer, Rates
 from mulo.kernels import folded
 
 try:
@@ -115,7 +115,8 @@ class Graphs(nn.Module):
         acc = Accumulators(*(x[k] for k in Accumulators._fields))
         eps_scale = x.get("eps_scale", self.one)  # ONNX optimizers delete epsilons that are scalars
         numbers = x["t"], scale, dims, x["decay"], eps_scale, self.times
-        acc, new_p = folded.step(self.config, phi, acc, p, x["g"], *numbers)
+        rates = Rates(self.rate_M, self.rate_V, self.rate_rc)
+        acc, new_p = folded.step(self.config, phi, acc, p, x["g"], *numbers, rates)
         if "features" not in x:
             return new_p, *acc
         seen = features.tensor_features(new_p, acc.M, acc.V, torch.zeros((), device=p.device))

@@ -1,8 +1,8 @@
 """What a learned optimizer sees: accumulators, per-parameter features, per-tensor features.
 
-Pure functions, tensors in and tensors out; no network, no μP, no Optimizer. Paper: appendix A.1
-("input, output, update and scaling") and the three feature tables. Read this file first, then
-`mulo.py` (the networks, the step, the Optimizer) and `roles.py` (μP).
+Pure functions of tensors; no network, no μP, no Optimizer. Paper: appendix A.1 ("input, output,
+update and scaling") and the three feature tables. Read this file first, then `nets.py` (the
+networks), `mulo.py` (the step, the Optimizer) and `roles.py` (μP).
 
 Symbols (paper -> code) and shapes. S tensors of equal shape are stacked along the first axis: the
 particles of meta-training, or one tensor of a model (S = 1). `shape` is one tensor's own shape.
@@ -58,6 +58,15 @@ class Rates(NamedTuple):
     rc: Tensor  # (S | 1, 3)
 
 
+class Numbers(NamedTuple):
+    """Numbers of the step for each of the T tensors of P nets, (P, T) each."""
+
+    t: Tensor  # 0 at the first step
+    scale: Tensor  # lr times the μP factor, times alpha for VeLO
+    decay: Tensor  # lr times weight decay
+    eps_scale: Tensor  # 1/fan_in with eps="fan_in", else 1
+
+
 class Eps(NamedTuple):
     """The epsilons of one run. The paper has none; these are the reference code's (DIVERGES)."""
 
@@ -77,7 +86,7 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy x to the device without a host sync: from pinned memory, in the current stream."""
+    """Copy x to the device without a host sync: from pinned memory, on the current stream."""
     device = torch.device(device)
     x = x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x
     return x.to(device, non_blocking=True)
@@ -102,7 +111,7 @@ def clean(g: Tensor, clip: float) -> Tensor:
 
 
 def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
-    """The axes (d1, d0): second largest and largest; None when the rank is below 2.
+    """The axes (d1, d0): second largest and largest; None if the rank is below 2.
 
     DIVERGES: the paper has matrices only. Ties matter: the reference sorts the axes of
     (..., in, out) stably, so among equals `out` wins, then `in`. Torch stores (out, in, ...):
@@ -122,13 +131,13 @@ def mean_over(x: Tensor, keep: int) -> Tensor:
     return x.flatten(keep).mean(-1).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
 
 
-def or_one(x: Tensor, factor: float = 1.0) -> Tensor:
-    """factor * x, or 1 where x counts as zero."""
+def safe(x: Tensor, factor: float = 1.0) -> Tensor:
+    """factor * x, which may be divided by: 1 where x counts as zero."""
     return torch.where(x <= TINY, torch.ones_like(x), factor * x)
 
 
-def over(x: Tensor, unit: Tensor | None) -> Tensor:
-    """x / unit, or x itself if there is none."""
+def divide(x: Tensor, unit: Tensor | None) -> Tensor:
+    """x / unit, or x itself if unit is None."""
     return x if unit is None else x / unit
 
 
@@ -166,9 +175,7 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 def rates_of(phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    if "rate_M" in phi:  # precomputed by mulo.Weights
-        return Rates(*(phi[f"rate_{name}"] for name in Rates._fields))
-    zero = phi["w0"].new_zeros((1,) * (phi["w0"].ndim - 1))
+    zero = phi["w0"].new_zeros(1, 1)
     return Rates(
         mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
         mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),
@@ -218,11 +225,11 @@ def parameter_features(
     x = {"g": g}
     if kind != "small_fc":
         x["clip(g)"] = g.clamp(-0.1, 0.1)
-    x |= {"p": p, "M": M, "V": over(V, e.unit_V), "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V}
+    x |= {"p": p, "M": M, "V": divide(V, e.unit_V), "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V}
     x["g*F"] = g * F_g
     if kind == "velo":
         x["g/sqrt(V)"] = g * by_V
-    x |= {"r": over(r, e.unit_r), "c": over(c, e.unit_r)}
+    x |= {"r": divide(r, e.unit_r), "c": divide(c, e.unit_r)}
     x |= {"1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
     x["M*F"] = M * F_m
     return x
@@ -256,7 +263,7 @@ def epsilons(V: Tensor, r: Tensor, eps: Eps) -> Epsilons:
     """The epsilons of each tensor. Relative ones are fractions of its mean V and mean r."""
     if eps.mode == "relative":
         V, r = mean_over(V, 1), mean_over(r, 2)
-        return Epsilons(or_one(V), or_one(r), or_one(V, 1e-8), or_one(V, 1e-2), or_one(r, 1e-2))
+        return Epsilons(safe(V), safe(r), safe(V, 1e-8), safe(V, 1e-2), safe(r, 1e-2))
     e6, e8 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-8))
     return Epsilons(None, None, e6, e6, e8)
 
@@ -266,9 +273,9 @@ def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[T
     e9, e6 = (trailing(e * eps.scale, r.ndim) for e in (1e-9, 1e-6))
     if eps.mode == "relative":
         mean = mean_over(r, 2)  # one per tensor and decay
-        F = torch.maximum(c, or_one(mean, 1e-8)).rsqrt()
+        F = torch.maximum(c, safe(mean, 1e-8)).rsqrt()
         if dims is not None:
-            F = (r / or_one(mean)).clamp_min(1e-8).rsqrt() * F
+            F = (r / safe(mean)).clamp_min(1e-8).rsqrt() * F
         return F, F
     if dims is not None:
         mean = r.mean(dims[0], True)  # over d1 = dims[0]: one per decay and batch index
@@ -327,7 +334,7 @@ def fraction_features(
 
 
 class LossBuffer(NamedTuple):
-    """VeLO's memory of the loss: 10 exponential means, their minima, and the count of updates."""
+    """VeLO's memory of the loss: 10 exponential means, their minima, and the number of updates."""
 
     means: Tensor  # (..., 10)
     low: Tensor  # (..., 10)
@@ -354,9 +361,8 @@ def loss_features(
     """Update the buffer with this step's loss; return it and the 9 EMA loss features of the LSTM.
 
     Each mean is compared with its own running minimum, the next longer mean acting as the maximum.
-    A loss above twice the largest mean so far is capped, and one that is not finite is left out;
-    the features are 0 for the first two steps. All in float32 like the reference: 1 - decay^n loses
-    digits.
+    A loss is capped at twice the largest mean so far, and ignored if it is not finite; the features
+    are 0 for the first two steps. All in float32 as in the reference: 1 - decay^n loses digits.
     """
     finite = loss.isfinite().unsqueeze(-1)
     n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)

@@ -37,14 +37,12 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import mulo
 from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
-from mulo.evaluate import Contender, Job, Results, contender
+from mulo.evaluate import BASELINES, Contender, Job, Results, Tuning, best, contender
 from mulo.features import Phi
-from mulo.paper.baselines import BASELINES, Tuning, best
 from mulo.recipes import RECIPES, SCALES, Recipe, new_lo, recipe
 
 # ---------------------------------------------------------------- the estimator
@@ -92,6 +90,13 @@ def unflatten(phi: Tensor, like: LO) -> Phi:
     parts = phi.split([w.numel() for w in like.parameters()], 1)
     pairs = zip(like.named_parameters(), parts, strict=True)
     return {name: part.unflatten(1, w.shape) for (name, w), part in pairs}
+
+
+def leaves(x: Tensor | dict | tuple) -> list[Tensor]:
+    """The tensors in nested dicts and tuples."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [y for part in (x.values() if isinstance(x, dict) else x) for y in leaves(part)]
 
 
 class Particles:
@@ -177,7 +182,7 @@ class Particles:
         }
         phi = {k: w[rows] for k, w in phi.items()}
         state = self.opt.init(theta, phi, torch.cat([length, length]))
-        new, old = tree_leaves((theta, state)), tree_leaves((self.theta, self.state))
+        new, old = leaves((theta, state)), leaves((self.theta, self.state))
         for x, y in zip(old, new, strict=True):
             x.index_copy_(0, rows, y)
 
@@ -186,7 +191,7 @@ class Particles:
         return torch.stack([torch.rand((), generator=self.generators[k]) for k in pairs])
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        tensors = tree_leaves((self.t, self.length, self.xi, self.theta, self.state))
+        tensors = leaves((self.t, self.length, self.xi, self.theta, self.state))
         return {"tensors": tensors, "generators": [g.get_state() for g in self.generators]}
 
     def load_state_dict(self, saved: dict[str, list[Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""The Maximal Update Parametrization (μP) for learned optimizers: roles, and the rules by role.
+"""The Maximal Update Parametrization (μP) for learned optimizers: roles, and the rules per role.
 
     roles = infer_roles(build, width)      # "input", "hidden" or "output", by what grows with width
     model = init_(build(width), roles)     # initial weights and output multipliers
@@ -15,13 +15,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from mulo.features import send
+from torch.func import functional_call
 
 
 class Rule(NamedTuple):
@@ -43,7 +42,7 @@ ALL = Rule._fields  # rules=ALL is μP, rules=() is SP, rules=("init", "update")
 
 
 def power(role: str, rule: str, rules: Iterable[str]) -> int:
-    """The power of fan_in that a rule has for a role, or SP's if the rule is not among `rules`."""
+    """A rule's power of fan_in for a role; SP's if the rule is not among `rules`."""
     unknown = set(rules) - set(ALL)
     if unknown:
         raise ValueError(f"unknown rules {sorted(unknown)}: use any of {ALL}.")
@@ -80,9 +79,14 @@ class Weight(NamedTuple):
         groups = self.module.groups if self.out_axis else 1  # transposed: (in, out/groups, ...)
         return math.prod(self.param.shape) // self.param.shape[self.out_axis] // groups
 
+    @property
+    def area(self) -> int:
+        """The kernel area of a convolution, 1 for other weights."""
+        return math.prod(self.param.shape[2:]) if self.kind == "layer" else 1
+
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """Every parameter once, under its first name. Ties between different kinds are an error."""
+    """List every parameter once, under its first name. Ties between kinds are an error."""
     weights: dict[int, Weight] = {}
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod
@@ -90,8 +94,9 @@ def weights_of(model: nn.Module) -> list[Weight]:
         for leaf, p in module.named_parameters(recurse=False):
             name = ".".join(x for x in (*prefix.split("."), leaf) if x not in ("", "_orig_mod"))
             if leaf in ("weight_g", "original0"):
-                why = "is half of a weight under weight_norm, whose init μP cannot set"
-                raise ValueError(f"{name!r} {why}: remove weight_norm.")
+                raise ValueError(
+                    f"{name!r}: μP cannot set its initial values, so remove weight_norm."
+                )
             if p.ndim < 2 or isinstance(module, NORMS):
                 kind = "vector"
             elif isinstance(module, TABLES):
@@ -102,7 +107,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
             if first.kind != kind:
                 raise ValueError(
                     f"{name!r} is tied to {first.name!r}, but μP scales a {kind} and a "
-                    f"{first.kind} differently (like a readout and an embedding): untie them."
+                    f"{first.kind} differently (as a readout and an embedding): untie them."
                 )
     return list(weights.values())
 
@@ -110,7 +115,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
 def infer_roles(
     build: Callable[[int], nn.Module], width: int, device: str = "meta"
 ) -> dict[str, str]:
-    """The role of each parameter, by which of its axes grow from build(width) to build(2 * width).
+    """Infer each parameter's role from which axes grow from build(width) to build(2 * width).
 
     hidden: fan_out and fan_in grow. output: only fan_in grows. input: only fan_out grows; also all
     vectors (biases, norms), embeddings, and weights that do not grow. A bare nn.Parameter may be
@@ -132,22 +137,18 @@ def infer_roles(
             f"build({width}) failed on the meta device ({error}): let build take a width, pass "
             "device='cpu', or write the roles by hand."
         ) from error
-    differing = {w.name for w in small} ^ {w.name for w in large}
-    if differing:
-        raise ValueError(
-            f"build({width}) and build({2 * width}) do not have the same parameters "
-            f"({sorted(differing)[0]!r}): let only widths depend on the argument."
-        )
+    models = f"build({width}) and build({2 * width})"
+    if differing := sorted({w.name for w in small} ^ {w.name for w in large}):
+        fix = "let only widths depend on the argument"
+        raise ValueError(f"{models} do not have the same parameters ({differing[0]!r}): {fix}.")
     pairs = list(zip(small, large, strict=True))
     if all(a.param.shape == b.param.shape for a, b in pairs):
-        raise ValueError(
-            f"no parameter grows from build({width}) to build({2 * width}): use the width in build."
-        )
+        raise ValueError(f"no parameter grows between {models}: use the width in build.")
     return {a.name: _role(a, b) for a, b in pairs}
 
 
 def _role(small: Weight, large: Weight) -> str:
-    """The role of one parameter, seen at two widths."""
+    """The role of one parameter, given it at two widths."""
     shape = tuple(small.param.shape)
     grows = [m != n for m, n in zip(shape, large.param.shape, strict=True)]
     if small.kind in ("vector", "table") or not any(grows):
@@ -161,10 +162,9 @@ def _role(small: Weight, large: Weight) -> str:
             )
         return "input"
     if any(grows[2:]):
-        axes = [axis for axis, g in enumerate(grows) if g]
         raise ValueError(
-            f"{small.name!r} {shape} grows along axes {axes}, which fits no role: write the roles "
-            "by hand, and its scale into its param group."
+            f"{small.name!r} {shape} grows along an axis after the second, which fits no role: "
+            "write the roles by hand, and its scale into its param group."
         )
     if not grows[1 - small.out_axis]:  # fan_in
         return "input"
@@ -172,20 +172,19 @@ def _role(small: Weight, large: Weight) -> str:
 
 
 def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, str]]:
-    """Every weight with its role. The roles must be those of this model."""
+    """List every weight with its role. The roles must be those of this model."""
     weights = weights_of(model)
     for w in weights:
         if (role := roles.get(w.name, "none")) not in RULES:
             fix = f"give it one of {tuple(RULES)}, or infer the roles from this model"
             raise ValueError(f"the role of parameter {w.name!r} is {role!r}: {fix}.")
-    unknown = sorted(roles.keys() - {w.name for w in weights})
-    if unknown:
+    if unknown := sorted(roles.keys() - {w.name for w in weights}):
         raise ValueError(f"the model has no parameter {unknown[0]!r}: infer the roles from it.")
     return [(w, roles[w.name]) for w in weights]
 
 
 def _divide_output(fan_in: int, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """Forward hook that gives any output layer its 1/fan_in."""
+    """Forward hook: divide the output of a layer by fan_in."""
     return output / fan_in
 
 
@@ -211,9 +210,9 @@ def init_(
     Output weights: zeros, or N(0, 1) if not zero_output (DIVERGES: N(0, 1) is the paper's rule,
     zeros are in its experiments). Biases of layers are input weights of fan_in 1: N(0, 1), but
     (DIVERGES) biases that are zero stay zero. Without the rule "init", as in SP, all biases become
-    zero, as in `Task.init`. Norms and bare input parameters: unchanged.
+    zero. Norms and bare input parameters are unchanged.
 
-    The division is a forward hook; code and state_dict stay as they are.
+    The division is a forward hook; the model's code and state_dict do not change.
     """
     rules = tuple(rules)
     multiply_outputs_(model, roles, rules)
@@ -227,7 +226,7 @@ def init_(
 
 
 def initial_std(w: Weight, role: str, rules: Iterable[str], zero_output: bool) -> float | None:
-    """Standard deviation of initial values; None for norms and bare input parameters."""
+    """The standard deviation of initial values; None for norms and bare input parameters."""
     if w.kind == "vector":  # biases are input weights of fan_in 1
         return float("init" in rules) if isinstance(w.module, LAYERS) else None
     if role == "output" and zero_output:
@@ -238,9 +237,10 @@ def initial_std(w: Weight, role: str, rules: Iterable[str], zero_output: bool) -
 
 
 def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> None:
-    """Divide the outputs of output layers by fan_in, or stop doing so; part of `init_`.
+    """Divide the outputs of output layers by fan_in; without the rule, remove the division.
 
-    The state_dict does not hold this: call it before you load one into a new model.
+    `init_` calls it. The division is not part of the state_dict: when you load one into a new
+    model, call this too.
     """
     divides = power("output", "multiplier", tuple(rules)) != 0
     outputs = [w for w, role in _with_roles(model, roles) if divides and role == "output"]
@@ -250,7 +250,7 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
                 f"{w.name!r} is an output but not the weight of a layer, so its 1/fan_in has no "
                 "place: use mulo.Readout, or multiply by hand and leave 'multiplier' out of rules."
             )
-    for module in model.modules():  # also those that were outputs before the roles were edited
+    for module in model.modules():  # any of them may have been an output under other roles
         for key, hook in list(module._forward_hooks.items()):
             if getattr(hook, "func", None) is _divide_output:
                 del module._forward_hooks[key]
@@ -258,45 +258,22 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
         w.module.register_forward_hook(partial(_divide_output, w.fan_in))
 
 
-def fan_in_of(w: Weight, role: str) -> int:
-    """The fan_in of updates and epsilons: 1 for bare inputs, which are taken as tables."""
-    return 1 if w.kind == "bare" and role == "input" else w.fan_in
-
-
-# Kinds of tensors, each with a constant factor that μP leaves free: 1 in the paper, learned with
-# LOConfig.multipliers. "input", "hidden" and "output" are layers; "conv" is a hidden convolution.
-TENSOR_KINDS = ("input", "hidden", "conv", "output", "table", "norm", "bias")
-
 UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
 
 
-def kind_indices(kinds: Iterable[str], device: torch.device) -> Tensor:
-    return send(torch.tensor([TENSOR_KINDS.index(kind) for kind in kinds]), device)
-
-
-def learned_factors(multipliers: Tensor, kinds: Tensor | slice) -> Tensor:
-    """The learned factor on the update of each tensor, (P | 1, T), by the index of its kind."""
-    return (2 * multipliers.view(-1, len(TENSOR_KINDS))[:, kinds]).exp()  # 1 at first
-
-
-def area_of(w: Weight) -> int:
-    """The kernel area of a convolution, 1 for other weights."""
-    return math.prod(w.param.shape[2:]) if w.kind == "layer" else 1
-
-
 def kind_of(w: Weight, role: str) -> str:
-    """One of TENSOR_KINDS, the "kind" of a param group; w.kind says how the module uses it."""
+    """The "kind" of a param group: a layer's role, or "conv" (hidden), "table", "norm", "bias"."""
     if w.kind == "vector":
         return "bias" if isinstance(w.module, LAYERS) else "norm"
     if w.kind == "table" or (w.kind == "bare" and role == "input"):
         return "table"
-    return "conv" if role == "hidden" and area_of(w) > 1 else role
+    return "conv" if role == "hidden" and w.area > 1 else role
 
 
 @cache
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
-    """The factor on the update by two rules beyond the paper. A learned optimizer's config
-    (mulo.LOConfig) switches them on, as they must be on or off as in its meta-training.
+    """The factor on the update by two rules beyond the paper, which a learned optimizer's config
+    (mulo.LOConfig) switches on: they must be on or off as in its meta-training.
 
     DIVERGES: the paper has neither. Input rule: input layers are multiplied by input_base / fan_in,
     where input_base is the size of the inputs in meta-training, which the paper keeps fixed. An
@@ -309,48 +286,39 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     return float(area) if kind == "conv" and config.by_channels else 1.0
 
 
+def group_options(w: Weight, role: str, rules: Iterable[str]) -> dict:
+    """The options of a parameter's group: its role, kind, μP factor and what they follow from."""
+    kind = kind_of(w, role)
+    fan_in = 1 if kind == "table" else w.fan_in  # bare input parameters count as embeddings
+    scale = float(fan_in) ** power(role, "update", rules)
+    options = {"role": role, "kind": kind, "scale": scale, "fan_in": fan_in}
+    return options | {"area": w.area, "out_axis": w.out_axis}
+
+
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
     """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
 
-    Each group also has the `names` of its params, their `role` and `kind` (of TENSOR_KINDS).
+    Each group also has the `names` of its params, their `role` and their `kind`.
     """
     rules, groups = tuple(rules), {}
     for w, role in _with_roles(model, roles):
-        fan_in = fan_in_of(w, role)
-        scale = float(fan_in) ** power(role, "update", rules)
-        key = {"role": role, "kind": kind_of(w, role), "scale": scale, "fan_in": fan_in}
-        key |= {"area": area_of(w), "out_axis": w.out_axis}
+        options = group_options(w, role, rules)
         if w.param.requires_grad:
-            group = groups.setdefault(tuple(key.values()), {"params": [], "names": [], **key})
+            new = {"params": [], "names": [], **options}
+            group = groups.setdefault(tuple(options.values()), new)
             group["params"].append(w.param)
             group["names"].append(w.name)
     return list(groups.values())
 
 
-def mismatch(mup: bool | None, params: Iterable) -> str | None:
-    """What is wrong between an optimizer's parametrization (None: not known) and its groups."""
-    scales = [g["scale"] for g in params if isinstance(g, dict) and "scale" in g]
-    if mup and not scales:
-        return (
-            "under μP, and these parameters have no roles, so wide nets will not train: use "
-            "mulo.param_groups(model, roles), and mulo.init_ before it."
-        )
-    if mup is False and any(scale != 1 for scale in scales):
-        return (
-            "without μP, and these parameters are scaled by it: pass rules=() to "
-            "mulo.param_groups and mulo.init_."
-        )
-    return None
-
-
 def name_of(p: Tensor, group: dict) -> str:
-    """A parameter as messages call it: by its name if the group has names, else by its shape."""
+    """How messages call a parameter: by its name if the group has names, else by its shape."""
     where = next(k for k, other in enumerate(group["params"]) if other is p)
     return repr(group["names"][where]) if "names" in group else f"of shape {tuple(p.shape)}"
 
 
 def group_table(groups: list[dict]) -> str:
-    """Param groups as a table: kind, number of tensors, scale, lr and the commonest shapes."""
+    """Format param groups as a table: kind, tensors, scale, lr and the most common shapes."""
     rows = [("kind", "tensors", "scale", "lr", "shapes")]
     for g in groups:
         shapes = Counter("x".join(map(str, p.shape)) or "scalar" for p in g["params"])
@@ -361,19 +329,6 @@ def group_table(groups: list[dict]) -> str:
         rows.append((kind, str(len(g["params"])), *numbers, ", ".join(shown)))
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows)
-
-
-def check_group(group: dict) -> None:
-    """Raise unless a param group of MuLO has numbers in their ranges and real parameters."""
-    for name, least in {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}.items():
-        value = group[name]
-        if not (isinstance(value, Real | Tensor) and value >= least):
-            raise ValueError(f"{name} must be a number of {least} or more, not {value!r}.")
-    for p in group["params"]:
-        if not p.is_floating_point():
-            raise ValueError(f"parameters must be real floating point, not {p.dtype}.")
-    if group["out_axis"] not in (0, 1, -1):
-        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
 
 
 class CoordinateCheck(NamedTuple):
@@ -395,20 +350,20 @@ def coordinate_check(
 
     setup(width) returns a model and a function that trains it by one step; it is called `repeats`
     times per width, to average over its random numbers. After each step, `probe` goes through the
-    model, and the output of every layer in LAYERS (pre-activations and logits) is compared with
-    its output before training, by mean |change|. (`evaluate.py coord` has the paper's measure, the
-    standard deviation over coordinates, which does not see a shift common to all.)
+    model, and the outputs of each layer (pre-activations and logits) are compared with those before
+    training, by mean |change|. The paper's measure, the standard deviation of the change, ignores a
+    shift common to all coordinates and is noisier for layers with few outputs.
     """
     drift: dict[str, Tensor] = {}
     for k, width in enumerate(widths):
         for _ in range(repeats):
             model, train = setup(width)
-            before = _layer_outputs(model, probe)
+            start = layer_outputs(model, probe)
             for t in range(steps):
                 train()
-                for name, x in _layer_outputs(model, probe).items():
+                for name, y in layer_outputs(model, probe).items():
                     zeros = torch.zeros(steps, len(widths), dtype=torch.float64)
-                    change = (x - before[name]).abs().mean().item()
+                    change = (y - start[name]).abs().mean().item()
                     drift.setdefault(name, zeros)[t, k] += change / repeats
     return CoordinateCheck(list(widths), drift, {k: slope(widths, x) for k, x in drift.items()})
 
@@ -422,8 +377,13 @@ def slope(widths: list[int], drift: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _layer_outputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
-    """The output of every layer for this input; buffers (running statistics) are restored."""
+def layer_outputs(
+    model: nn.Module, x: Tensor, theta: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The output of every layer in LAYERS for the input x, by name. Running statistics are kept.
+
+    theta replaces the model's parameters; for nets side by side, it and x have a leading axis.
+    """
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
@@ -433,12 +393,12 @@ def _layer_outputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
     handles = [m.register_forward_hook(partial(keep, name)) for name, m in layers]
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
-        model(probe)
+        functional_call(model, theta or {}, (x,))
     finally:
         for handle in handles:
             handle.remove()
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return outputs
 
 

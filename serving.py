@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mulo import MuLO, Stack, Weights, checkpoints, export
 from mulo.export import onnxruntime
-from mulo.features import Accumulators, Dims
+from mulo.features import Accumulators, Dims, Numbers
 
 # Batch same-shaped tensors up to this many elements: what fits the cache, or 4 GB on CUDA.
 MAX_BATCH_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
@@ -229,7 +229,7 @@ class OrtMuLO(MuLO):
         return super()._stack(p, group)
 
     def _advance(
-        self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], values: Tensor
+        self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], numbers: Numbers
     ) -> Tensor | int:
         """Run the graphs on all tensors; returns how many gradient entries are not finite."""
         by_shape: dict[tuple, list[int]] = {}
@@ -238,7 +238,7 @@ class OrtMuLO(MuLO):
         for shape, members in by_shape.items():
             size = max(1, MAX_BATCH_ELEMENTS[self.requested.type] // math.prod(shape))
             for start in range(0, len(members), size):
-                self._run(stacks, grads, weights, values, members[start : start + size])
+                self._run(stacks, grads, weights, numbers, members[start : start + size])
         if self.requested.type == "cpu" and all_finite(grads):
             return 0
         return sum((~g.isfinite()).sum() for g in grads)
@@ -248,7 +248,7 @@ class OrtMuLO(MuLO):
         stacks: list[Stack],
         grads: list[Tensor],
         weights: Weights,
-        values: Tensor,
+        numbers: Numbers,  # (1, T) each
         index: list[int],  # of tensors with one shape in the graph
     ) -> None:
         """Run the graph once for the tensors of this index, and store its results."""
@@ -267,12 +267,12 @@ class OrtMuLO(MuLO):
 
         inputs = {k: gather(parts) for k, parts in views.items()}
         inputs["g"] = gather([in_graph(grads[n], stacks[n].dims) for n in index])
-        for name, row in zip(("t", "scale", "decay", "eps_scale"), values, strict=True):  # (1, T)
+        for name, row in numbers._asdict().items():
             if name != "eps_scale" or config.eps == "fan_in":
                 inputs[name] = torch.cat([row[0, n : n + 1] for n in index])  # a list would sync
         if config.net == "velo":
-            phi = {k: w[0] for k, w in weights.phi.items() if k[0] in "wb"}
-            inputs |= {k: torch.cat([w[n : n + 1] for n in index]) for k, w in phi.items()}
+            phi = weights.phi.items()
+            inputs |= {k: torch.cat([w[0, n : n + 1] for n in index]) for k, w in phi}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
         # The graph reads a state only to compute its new value, so that may take its place.
         inplace = [k for k in "MVrc" if inputs[k].data_ptr() == views[k][0].data_ptr()]

@@ -1,4 +1,4 @@
-"""P nets of one task trained side by side, by a learned optimizer or by Adam.
+"""Train P nets of one task side by side, with a learned optimizer, Adam or Muon.
 
     opt = Learned(config, task)
     theta = task.init(P, generator)
@@ -6,9 +6,9 @@
     losses, grads = gradients(task, theta, batch)
     opt.step(opt.prepare(phi), state, theta, grads, losses, t)      # in place
 
-Nets, weights phi and optimizer state are dicts of tensors with the nets along the first axis: the
-particles of meta-training, which differ in phi, or the seeds and configurations of an evaluation,
-which share it. `mulo.MuLO` is the optimizer for one net; both step by `mulo.advance_`.
+Parameters theta, weights phi and optimizer state are dicts of tensors with a leading axis of P
+nets: the particles of meta-training, each with its own phi, or the seeds and configurations of an
+evaluation, which share it. `mulo.MuLO` is the optimizer for one net; both call `mulo.advance_`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,26 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import mulo
 from mulo import LO, LOConfig, Stack, Weights, features, kernels, tasks
-from mulo.features import Accumulators, LossBuffer, Phi, trailing
-from mulo.roles import (
-    ALL,
-    area_of,
-    fan_in_of,
-    kind_indices,
-    kind_of,
-    learned_factors,
-    power,
-    size_factor,
-    weights_of,
-)
+from mulo.features import Accumulators, LossBuffer, Numbers, Phi, trailing
+from mulo.optimizees import datasets
+from mulo.roles import ALL, group_options, layer_outputs, size_factor, weights_of
 
 Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict[str, Tensor]  # (P, ...) each
+TEST_SIZE, TEST_TIMES = 2000, 10  # examples in the test loss; evaluations of it during a run
 
 
 def gradients(
     task: tasks.Task, theta: Theta, batch: tuple[Tensor, ...], tf32: bool = False
 ) -> tuple[Tensor, Theta]:
-    """The loss of every net, (P,), and its gradient; `tf32` is for matrix products on a GPU."""
+    """The loss of every net, (P,), and its gradients; `tf32` sets matrix products on a GPU."""
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else precision)
@@ -56,18 +48,11 @@ def gradients(
     return losses.detach(), dict(zip(theta, grads, strict=True))
 
 
-def update_scales(task: tasks.Task, config: LOConfig | None = None) -> dict[str, float]:
-    """The μP factor on each tensor's update: 1/fan_in for hidden weights, 1 in SP.
-
-    Given a learned optimizer's config, also the factors of the rules that it switches on.
-    """
-    roles, scales = task.roles(), {}
-    for w in weights_of(task.skeleton()):
-        role, fan_in = roles[w.name], fan_in_of(w, roles[w.name])
-        scales[w.name] = float(fan_in) ** power(role, "update", task.rules)
-        if config:
-            scales[w.name] *= size_factor(kind_of(w, role), fan_in, area_of(w), config)
-    return scales
+def groups_of(task: tasks.Task) -> dict[str, dict]:
+    """The μP factor of each parameter under the task's rules, and more: roles.group_options."""
+    roles = task.roles()
+    weights = weights_of(task.skeleton())
+    return {w.name: group_options(w, roles[w.name], task.rules) for w in weights}
 
 
 class Learned:
@@ -78,20 +63,18 @@ class Learned:
     ):
         self.config, device = config, torch.device(device)
         self.backend = kernels.choose(backend, config, device)
-        weights, roles = weights_of(task.skeleton()), task.roles()
-        self.dims = {
-            w.name: features.factored_dims(tuple(w.param.shape), w.out_axis) for w in weights
-        }
-        by_fan_in = config.eps == "fan_in"
-        eps_scale = [1 / fan_in_of(w, roles[w.name]) if by_fan_in else 1.0 for w in weights]
-        scales = update_scales(task, config).values()
-        fixed = [list(scales), [0.0] * len(weights), eps_scale]
-        self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T)
-        self.kinds = kind_indices([kind_of(w, roles[w.name]) for w in weights], device)  # (T,)
+        self.dims, scale, eps_scale = {}, [], []
+        shapes = {w.name: tuple(w.param.shape) for w in weights_of(task.skeleton())}
+        for name, g in groups_of(task).items():
+            self.dims[name] = features.factored_dims(shapes[name], g["out_axis"])
+            scale.append(g["scale"] * size_factor(g["kind"], g["fan_in"], g["area"], config))
+            eps_scale.append(1 / g["fan_in"] if config.eps == "fan_in" else 1.0)
+        fixed = [scale, [0.0] * len(scale), eps_scale]
+        self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T): all but t
         self._stacks: dict[str, Stack] = {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
-        """State at the start of training; VeLO's depends on num_steps, (P,) on the CPU."""
+        """The initial state; VeLO's depends on num_steps, (P,) on the CPU."""
         state = {}
         for name, p in theta.items():
             acc = features.init_accumulators(p, self.dims[name])
@@ -109,10 +92,10 @@ class Learned:
         return state
 
     def prepare(self, phi: Phi) -> Weights | Phi:
-        """What `step` takes for phi, (P, ...) or (1, ...): prepared once for many steps."""
+        """Prepare phi, (P | 1, ...), for any number of calls of `step`."""
         if self.config.net == "velo":
             return phi
-        return Weights(self.config, {k: w.unsqueeze(1) for k, w in phi.items()}, self.backend)
+        return Weights(self.config, phi, self.backend)
 
     def step(
         self,
@@ -126,51 +109,48 @@ class Learned:
     ) -> None:
         """One step of every net, in place."""
         stacks = [self._stack(name, state, theta) for name in self.dims]
-        values = torch.cat([t.expand(1, len(theta), -1).mT, self.fixed.expand(-1, len(t), -1)])
-        values[1] *= lr
+        shape = len(t), len(theta)
+        t, scale, decay, eps_scale = (x.expand(shape) for x in (t.unsqueeze(1), *self.fixed))
+        scale = scale * lr
         if self.config.net == "velo":
-            weights, alpha = self._generate(weights, state, theta, losses, values[0])
-            values[1] *= alpha
-        elif self.config.multipliers:
-            values[1] *= learned_factors(weights.phi["multipliers"], self.kinds)
-        in_order = [grads[name] for name in self.dims]
-        mulo.advance_(self.config, self.backend, weights, stacks, in_order, values)
+            weights, alpha = self._generate(weights, state, stacks, losses, t)
+            scale = scale * alpha
+        numbers, in_order = Numbers(t, scale, decay, eps_scale), [grads[name] for name in self.dims]
+        mulo.advance_(self.config, self.backend, weights, stacks, in_order, numbers)
 
     def _stack(self, name: str, state: State, theta: Theta) -> Stack:
-        """The nets' tensors of one name; kept until they are replaced."""
-        p, kept = theta[name], self._stacks.get(name)
+        """The nets' tensors of one name, cached until they are replaced."""
+        p, cached = theta[name], self._stacks.get(name)
         acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
-        same = kept and kept.p.data_ptr() == p.data_ptr()
-        if not same or not all(map(operator.is_, (p, *acc), (kept.p, *kept.acc))):
+        same = cached and cached.p.data_ptr() == p.data_ptr()
+        if not same or not all(map(operator.is_, (p, *acc), (cached.p, *cached.acc))):
             rows = kernels.rows(p, acc, self.dims[name])
-            kept = self._stacks[name] = Stack(p, acc, self.dims[name], rows)
-        return kept
+            cached = self._stacks[name] = Stack(p, acc, self.dims[name], rows)
+        return cached
 
     def _generate(
-        self, phi: Phi, state: State, theta: Theta, losses: Tensor, t: Tensor
+        self, phi: Phi, state: State, stacks: list[Stack], losses: Tensor, t: Tensor
     ) -> tuple[Weights, Tensor]:
-        """VeLO: every tensor's MLP and alpha, (P, T); the LSTM's part of `state` is replaced."""
-        seen = [
-            features.tensor_features(theta[k], state[f"M/{k}"], state[f"V/{k}"]) for k in self.dims
-        ]
+        """VeLO: generate each tensor's MLP and alpha, (P, T), and update the LSTM in `state`."""
+        x_tensor = [features.tensor_features(x.p, x.acc.M, x.acc.V) for x in stacks]
         buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
         lstm = state["hidden"], state["cell"]
         num_steps, decays = state["num_steps"].unsqueeze(1), state["loss_decays"]
         buffer, h, cell, weights, alpha = mulo.generate(
-            self.config, phi, buffer, losses, decays, t, num_steps, torch.stack(seen, 1), *lstm
+            self.config, phi, buffer, losses, decays, t, num_steps, torch.stack(x_tensor, 1), *lstm
         )
         state |= {f"loss/{k}": v for k, v in buffer._asdict().items()}
         state |= {"hidden": h, "cell": cell}
         if self.config.param_scale_mult:
-            alpha = alpha * torch.stack([features.param_scale(theta[k]) for k in self.dims], 1)
+            alpha = alpha * torch.stack([features.param_scale(x.p) for x in stacks], 1)
         return Weights(self.config, weights, self.backend), alpha
 
 
 class Adam:
     """Adam and AdamW for the nets of a task, each net with its own hyperparameters.
 
-    With the task's μP rules it is μAdam: the same factors on the update as for a learned optimizer.
-    Decoupled weight decay shrinks a weight by lr * weight_decay per step, as in torch.
+    Under the task's μP rules it is μAdam: updates have the factors of a learned optimizer's.
+    Weight decay is decoupled, as in torch: a weight shrinks by lr * weight_decay per step.
     """
 
     def __init__(
@@ -182,8 +162,7 @@ class Adam:
         weight_decay: Tensor | float = 0.0,
         eps: float = 1e-8,
     ):
-        self.scale, self.eps, roles = update_scales(task), eps, task.roles()
-        self.kinds = {w.name: kind_of(w, roles[w.name]) for w in weights_of(task.skeleton())}
+        self.groups, self.eps = groups_of(task), eps
         numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (lr, b1, b2, weight_decay)]
         self.numbers = torch.stack([x.expand_as(numbers[0]) for x in numbers])  # (4, P)
         self.decays = bool(self.numbers[3].any())
@@ -199,7 +178,7 @@ class Adam:
         for name, p in theta.items():
             g, m, v = grads[name], state[f"m/{name}"], state[f"v/{name}"]
             b1, b2, rate_, root_ = (
-                trailing(x, p.ndim) for x in (b1s, b2s, rate * self.scale[name], root)
+                trailing(x, p.ndim) for x in (b1s, b2s, rate * self.groups[name]["scale"], root)
             )
             m.lerp_(g, 1 - b1)
             v.mul_(b2).addcmul_(g, g * (1 - b2))
@@ -209,15 +188,14 @@ class Adam:
 
 
 class Muon(Adam):
-    """torch.optim.Muon for hidden matrices, with AdamW's size of updates, and Adam for the rest."""
+    """torch.optim.Muon for hidden matrices, with updates of AdamW's RMS; Adam for the rest."""
 
     def init(self, theta: Theta) -> State:
-        kinds = self.kinds
-        self.hidden = [k for k, p in theta.items() if p.ndim == 3 and kinds[k] == "hidden"]
-        how = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        groups, options = self.groups, {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        self.hidden = [k for k, p in theta.items() if p.ndim == 3 and groups[k]["kind"] == "hidden"]
         self.rates = self.numbers[0].tolist() if self.hidden else []
         self.muons = [  # one per net; its parameters are views, stepped in place
-            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **how)
+            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **options)
             for net, rate in enumerate(self.rates)
         ]
         return super().init(theta)
@@ -234,29 +212,28 @@ class Muon(Adam):
 
 
 def cosine(x: Tensor | float) -> Tensor:
-    """The cosine schedule: the factor on the rate, from 1 to 0.1, at the share x of a run."""
+    """The factor of a cosine schedule at the fraction x of a run: from 1 to 0.1."""
     return 0.55 + 0.45 * torch.cos(torch.as_tensor(torch.pi * x))
 
 
 @torch.no_grad()
 def train(
     task: tasks.Task,
-    optimizer: LO | Callable[[tasks.Task], Adam],
+    optimizer: LO | Callable[[tasks.Task], Adam],  # an LO, or a factory task -> Adam
     steps: int,
     seeds: list[int],
-    copies: int = 1,
-    schedule: Callable[[int], float] | None = None,  # of the rate, in place of annealing
+    copies: int = 1,  # nets per seed
+    schedule: Callable[[int], float] | None = None,  # factor on the rate; disables annealing
     device: str = "cpu",
-    look: Callable[[int, Theta], None] | None = None,
+    callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
     num_steps: int | None = None,  # what VeLO is told, if not `steps`
-    data_seeds: list[int] | None = None,  # of the batches; None: they go on from the seeds
+    data_seeds: list[int] | None = None,  # of batches; None: continue with the init generators
     backend: str = "auto",
 ) -> Tensor:
-    """Train `copies` nets from each seed; the losses before each step, (steps, copies * seeds).
+    """Train `copies` nets from each seed. Returns losses of shape (steps, copies * seeds).
 
-    Nets are ordered seeds within copies. Those of a seed share initial weights and batches; with
-    `data_seeds` so do nets of other widths share batches. An `optimizer` for Adam is called with
-    the task. `look(t, theta)` may watch, before each step and after the last.
+    Copies of a seed share init and batches. Pass data_seeds to give nets of different widths the
+    same batches.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     inits = [task.init(1, g) for g in generators]
@@ -277,12 +254,12 @@ def train(
         state = opt.init(theta)
     history = []
     for t in range(steps):
-        if look:
-            look(t, theta)
+        if callback:
+            callback(t, theta)
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
         history.append(losses)
-        if t % 50 == 49 and not look and not torch.stack(history[-50:]).isfinite().any():
+        if t % 50 == 49 and not callback and not torch.stack(history[-50:]).isfinite().any():
             history += [torch.full_like(losses, torch.nan)] * (steps - t - 1)  # all diverged
             break
         lr = schedule(t) if schedule else 1.0
@@ -291,20 +268,59 @@ def train(
         else:
             now = torch.full((P,), float(t), device=device)
             opt.step(weights, state, theta, grads, losses, now, lr)
-    if look:
-        look(steps, theta)
+    if callback:
+        callback(steps, theta)
     return torch.stack(history).cpu()
 
 
 def batches(
     data, generators: list[torch.Generator], size: int, copies: int = 1
 ) -> tuple[Tensor, ...]:
-    """A batch from each generator, (copies * len(generators), size, ...): alike in all copies."""
+    """A batch from each generator, (copies * len(generators), size, ...), repeated for every
+    copy."""
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
+def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
+    """A callback for `train`, and its records, one per probed step: for each layer, the
+    standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
+    x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
+    first, records = {}, []
+
+    def callback(t: int, theta: Theta) -> None:
+        if t and t not in steps:
+            return
+        record, inputs = {}, x.expand(len(next(iter(theta.values()))), *x.shape)
+        for name, y in layer_outputs(task.skeleton(), inputs, theta).items():
+            change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
+            record[name] = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
+        if t:
+            records.append(record)
+
+    return callback, records
+
+
+def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
+    """A callback for `train`, and its records: the mean loss of each net on TEST_SIZE
+    test examples, (P,), at TEST_TIMES evenly spaced steps and at the end."""
+    test = dataclasses.replace(task, split="test").data(device=device)
+    sample = datasets.fixed_sample(test, TEST_SIZE)
+    chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
+    times, records = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
+
+    def callback(t: int, theta: Theta) -> None:
+        if t in times:
+            P, sums = len(next(iter(theta.values()))), []
+            for chunk in chunks:
+                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
+                sums.append(losses * len(chunk[0]))
+            records.append(torch.stack(sums).sum(0).cpu() / n)
+
+    return callback, records
+
+
 def final_loss(losses: Tensor, share: float = 1.0) -> Tensor:
-    """The final loss of each net: its mean over the last tenth of the first `share` of a run."""
+    """The final loss of each net: the mean over the last tenth of the first `share` of a run."""
     losses = losses[: max(1, round(share * len(losses)))]
     return losses[-max(1, len(losses) // 10) :].mean(0)
 

@@ -1,15 +1,15 @@
-"""The step made fast: which backend runs, and how the kernels are built, checked and called.
+"""The step made fast: choose a backend; build, check and call the kernels.
 
-    kernels.choose("auto", config, device)      # "kernel", or "folded" and a warning that says why
-    kernels.step_(config, rows, params, grads, packed, values, index)
+    kernels.choose("auto", config, device)      # "kernel", or "folded" with a warning that says why
+    kernels.step_(config, rows, params, grads, packed, numbers, index)
 
-`folded.py` is one pure function for any device. `cpu.cpp` and `gpu.py` are kernels that store no
-features. They take a table with one `ROW` per tensor: one call steps all tensors of a model, or of
-all particles in meta-training. At first use a kernel is compared with `folded` on small tensors; if
-it cannot be built, or differs (a feature was changed, say), `folded` runs.
+`folded.py` is the step for any device. `cpu.cpp` and `gpu.py` are kernels that never store the
+features. They take a table with one `ROW` per tensor, so one call steps all tensors of a model, or
+of all particles in meta-training. At first use a kernel is compared with `folded` on small tensors.
+If it cannot be built, or differs (you changed a feature, say), `folded` runs instead.
 
-The C++ is compiled once per shape of the network, in seconds, and cached in the user's cache folder
-under a hash of its source, compiler and flags, and one of its content: a damaged file is rebuilt.
+The C++ is compiled once per network shape, in seconds, and cached in the user's cache folder. The
+file name has a hash of source, compiler and flags, and one of the file, so damage is noticed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from mulo import features
-from mulo.features import Accumulators, Dims, Phi
+from mulo.features import Accumulators, Dims, Numbers, Phi, Rates
 from mulo.kernels import folded
 
 BACKENDS = ("auto", "kernel", "folded", "literal")
-TOLERANCE = 1e-5  # of the largest update, in the check at first use
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels see float32
+TOLERANCE = 1e-5  # of the self-check, relative to the largest update
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels get float32
 ROW = np.dtype(  # `struct Row` of cpu.cpp
     [(name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC")]
     + [("kind", "i4"), *((name, "f4") for name in ("t", "scale", "decay", "eps"))],
@@ -53,7 +53,7 @@ DEVICE_HELP = "cpu, cuda, cuda:1, ...; auto (the default) is cuda if there is a 
 
 
 def pick_device(name: str = "auto") -> tuple[str, str]:
-    """The device of a command's --device, and a sentence that says which and why."""
+    """The device for a command's --device, and a sentence that says which and why."""
     if not name.startswith(("auto", "cpu", "cuda")):
         raise ValueError(f"unknown device {name!r}: use auto, cpu or cuda.")
     if name.startswith("cpu"):
@@ -71,7 +71,7 @@ def pick_device(name: str = "auto") -> tuple[str, str]:
 
 @functools.cache
 def choose(backend: str, config, device: torch.device) -> str:
-    """The backend that runs: "kernel" if it was asked for, or for "auto" if it can."""
+    """Resolve a backend: "auto" is "kernel" if it works here, else "folded" with a warning."""
     if backend in ("folded", "literal"):
         return backend
     reason = refusal(config, device)
@@ -81,7 +81,7 @@ def choose(backend: str, config, device: torch.device) -> str:
         raise ValueError(f"no kernel for this learned optimizer on {device}: {reason}.")
     warnings.warn(
         f"MuLO runs without a kernel on {device}, several times slower: {reason}. "
-        'To go on without this warning, pass backend="folded".',
+        'Pass backend="folded" to silence this warning.',
         stacklevel=2,
     )
     return "folded"
@@ -97,43 +97,44 @@ def refusal(config, device: torch.device) -> str | None:
         return f"it knows up to 3 hidden layers of up to {most} units"
     if device.type not in LAUNCH:
         return "there are kernels for CPUs and CUDA only"
-    if device.type == "meta":  # stands for a GPU, to count memory
+    if device.type == "meta":  # stands for a GPU in tests
         return None
     try:
         error = self_check(config, device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as problem:  # "auto" must run, whatever is wrong with the kernel
+    except Exception as problem:  # whatever is wrong with the kernel, "auto" must work
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
     if error <= TOLERANCE:
         return None
     return f"it differs from the folded step by {error:.1e} of the update"
 
 
-def random_weights(config, gen: torch.Generator, P: int = 1, T: int = 1) -> Phi:
-    """Weights, biases and decays of which none is zero, (P, T, ...); most units are active."""
+def random_weights(config, gen: torch.Generator, *lead: int) -> Phi:
+    """Weights, biases and decays, (*lead, ...), of which none is zero; most units are active."""
     phi = {}
     for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-        phi[f"w{k}"] = n**-0.5 * torch.randn(P, T, n, m, generator=gen)
-        phi[f"b{k}"] = 1 + 0.1 * torch.randn(P, T, m, generator=gen)
+        phi[f"w{k}"] = n**-0.5 * torch.randn(*lead, n, m, generator=gen)
+        phi[f"b{k}"] = 1 + 0.1 * torch.randn(*lead, m, generator=gen)
     if config.net == "small_fc":
         decays = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
-        phi |= {k: 0.05 * torch.randn(P, T, n, generator=gen) for k, n in decays.items()}
+        phi |= {k: 0.05 * torch.randn(*lead, n, generator=gen) for k, n in decays.items()}
     return phi
 
 
 @torch.no_grad()
 def self_check(config, device: torch.device) -> float:
-    """The largest difference from `folded` after two steps of small tensors, over the update."""
+    """The largest difference from `folded` after two steps, relative to the largest update."""
     config = dataclasses.replace(config, lam1=1.0, lam2=0.1)
     gen, errors = torch.Generator().manual_seed(0), []
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=gen)).to(device)
 
-    phi = {k: w.to(device) for k, w in random_weights(config, gen).items()}
-    one = {k: w[:, 0] for k, w in phi.items()}
-    values = torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1)
+    phi = {k: w.to(device) for k, w in random_weights(config, gen, 1).items()}
+    numbers = Numbers(*torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1))
+    t, scale, decay, eps_scale = (x[0] for x in numbers)
+    packed = pack(config, phi, features.rates_of(phi))
     for shape in ((37,), (21, 13), (6, 5, 3, 3)):
         dims = features.factored_dims(shape)
         p = start = random(1, *shape)
@@ -142,8 +143,8 @@ def self_check(config, device: torch.device) -> float:
         for _ in range(2):
             g = random(1, *shape, scale=0.1)
             table = rows(mine, mine_acc, dims)
-            step_(config, [table], [mine], [g], pack(config, phi), values, [0])
-            acc, p = folded.step(config, one, acc, p, g, *values[:2, 0], dims, *values[2:, 0])
+            step_(config, [table], [mine], [g], packed, numbers, [0])
+            acc, p = folded.step(config, phi, acc, p, g, t, scale, dims, decay, eps_scale)
         errors.append(float((mine - p).abs().max() / (p - start).abs().max()))
     return float(np.max(errors))  # NaN if one is NaN
 
@@ -152,7 +153,7 @@ def self_check(config, device: torch.device) -> float:
 
 
 def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
-    """The static columns of a stack's rows, or None if kernels cannot take it.
+    """The columns of a stack's rows that do not change, or None if kernels cannot take it.
 
     A tensor of rank 2 or more is (A, X, B, Y, C): X and Y are the factored axes in storage order,
     A, B and C the batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y
@@ -165,7 +166,7 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     if p.dtype not in DTYPES or not fits or not all(x.is_contiguous() for x in (p, *acc)):
         return None
     if p.device.type != "meta" and not all(x.data_ptr() for x in (p, *acc)):
-        return None  # a subclass that has no memory itself, such as DTensor
+        return None  # a subclass without memory of its own, such as DTensor
     table = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
         table[name] = x.data_ptr() + 4 * x.stride(0) * np.arange(len(p))
@@ -180,13 +181,11 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     return table
 
 
-def pack(config, phi: Phi) -> Tensor:
-    """Weights (P | 1, T | 1, ...) as kernels read them: rates, then layers, (P | 1, T | 1, K)."""
-    lead = phi["w0"].shape[:2]
-    phi = {k: w.flatten(0, 1) for k, w in phi.items()}
-    layers = range(config.hidden_layers + 1)
-    parts = [*features.rates_of(phi), *(phi[f"{n}{k}"].flatten(1) for k in layers for n in "wb")]
-    return torch.cat([x.expand(len(phi["w0"]), -1) for x in parts], 1).unflatten(0, lead)
+def pack(config, phi: Phi, rates: Rates) -> Tensor:
+    """Weights as kernels read them: rates, then layers; (P | 1, K), or (P | 1, T, K) by tensor."""
+    lead, layers = phi["b0"].shape[:-1], range(config.hidden_layers + 1)
+    parts = [phi[f"{n}{k}"].flatten(len(lead)) for k in layers for n in "wb"]
+    return torch.cat([*(x.expand(*lead, -1) for x in rates), *parts], -1)
 
 
 def step_(
@@ -194,43 +193,46 @@ def step_(
     rows: list[np.ndarray],  # of T stacks, from `rows`: P rows each
     params: list[Tensor],  # (P, *shape) each
     grads: list[Tensor],  # (P, *shape) each
-    packed: Tensor,  # (P | 1, T | 1, K)
-    values: Tensor,  # (4, P, T): t, scale, decay, eps_scale
-    index: list[int],  # which of the T tensors of `packed` and `values` these are
+    packed: Tensor,  # from `pack`
+    numbers: Numbers,  # (P, all tensors) each
+    index: list[int],  # which of the tensors in `packed` and `numbers` these are
 ) -> Tensor | int:
-    """Step the tensors of a table in place; returns how many gradient entries are not finite."""
-    P, T = values.shape[1], len(grads)
+    """Step these tensors in place; return how many gradient entries are not finite."""
+    P, T = len(numbers.t), len(grads)
     table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(T, P)
-    offsets = table["p"] - table["p"][:, :1]  # of the P tensors of each stack, in bytes
+    offsets = table["p"] - table["p"][:, :1]  # bytes from the first of P tensors
     grads = [g.contiguous() if g.dtype == torch.float32 else g.float().contiguous() for g in grads]
     table["g"] = offsets + np.array([g.data_ptr() for g in grads])[:, None]
     wide = {n: p.float() for n, p in enumerate(params) if p.dtype != torch.float32}
     for n, p in wide.items():
         table["p"][n] = offsets[n] + p.data_ptr()
-    steps = [4 * packed.stride(k) if packed.shape[k] > 1 else 0 for k in (0, 1)]
-    table["net"] = packed.data_ptr() + steps[0] * np.arange(P) + steps[1] * np.array(index)[:, None]
+    by_net = packed.stride(0) if len(packed) > 1 else 0
+    by_tensor = packed.stride(1) if packed.ndim == 3 else 0
+    places = by_net * np.arange(P) + by_tensor * np.array(index)[:, None]
+    table["net"] = packed.data_ptr() + 4 * places
+    values = torch.stack(numbers, 0)  # (4, P, T)
     if T < values.shape[2]:
         values = torch.stack([values[..., k] for k in index], -1)
     values = values.transpose(1, 2).reshape(4, -1)  # as the rows are ordered
     bad = LAUNCH[values.device.type](config, table.reshape(-1), values)
     for n, p in wide.items():
         params[n].copy_(p)
-    torch.autograd.graph.increment_version(params)  # the kernel writes by address: tell autograd
+    torch.autograd.graph.increment_version(params)  # autograd cannot see writes by address
     return bad
 
 
 def launch_cpu(config, rows: np.ndarray, values: Tensor) -> int:
     for name, x in zip(("t", "scale", "decay", "eps"), values.numpy(), strict=True):
         rows[name] = x
-    numbers = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
-    numbers = *numbers, config.eps == "relative", config.spec != "paper"
-    settings = (ctypes.c_float * 7)(*numbers)  # `struct Settings` of cpu.cpp
+    fields = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
+    flags = config.eps == "relative", config.spec != "paper"
+    settings = (ctypes.c_float * 7)(*fields, *flags)  # `struct Settings` of cpu.cpp
     step = library(config.hidden_size, config.hidden_layers, config.num_features).step
     return step(rows.ctypes, len(rows), settings, torch.get_num_threads())
 
 
 def launch_gpu(config, rows: np.ndarray, values: Tensor) -> Tensor:
-    from mulo.kernels import gpu  # here, as it imports triton
+    from mulo.kernels import gpu  # imports triton, which is optional
 
     return gpu.step_(config, rows, values)
 
@@ -244,13 +246,13 @@ LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math
 -ffp-contract=fast""".split()
-# Not -march=native: a home folder, and the cache in it, may be shared by several machines.
+# Not -march=native: machines with different CPUs may share a home folder and the cache in it.
 MARCH = {"AVX512": ["-march=skylake-avx512"], "AVX2": ["-march=haswell"]}
 
 
 @functools.cache
 def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
-    """cpu.cpp compiled for one shape of the network, from the cache if it is there."""
+    """Load cpu.cpp compiled for one network shape, from the cache if it is there."""
     installed = filter(None, map(shutil.which, ("g++", "clang++", "c++")))
     compiler = shlex.split(os.environ.get("CXX", "")) or list(installed)[:1]
     if not compiler:
@@ -262,12 +264,10 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
     name = f"cpu-{_sha256(parts.encode())}"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if not os.path.isabs(cache):  # there is no home: `build` takes a temporary folder
-        cache = os.devnull
-    cache = Path(cache, "mulo")
+    cache = Path(cache if os.path.isabs(cache) else os.devnull, "mulo")  # devnull: there is no home
     for path in cache.glob(f"{name}-*.so"):
         with contextlib.suppress(OSError):
-            if path.stem == f"{name}-{_sha256(path.read_bytes())}":  # loading half a file can crash
+            if path.stem == f"{name}-{_sha256(path.read_bytes())}":  # a truncated file may crash
                 return ctypes.CDLL(str(path))
     return build(cache, name, command)
 
@@ -277,11 +277,11 @@ def _sha256(content: bytes) -> str:
 
 
 def build(cache: Path, name: str, command: list[str]) -> ctypes.CDLL:
-    """Compile in another folder and load, then rename: two processes may build at once."""
+    """Compile in a temporary folder, load, then rename, as two processes may build at once."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=cache)
-    except OSError:  # the cache cannot be written: this process alone has the library
+    except OSError:  # the cache cannot be written: build for this process only
         folder = tempfile.TemporaryDirectory(prefix="mulo-")
     with folder:
         part = Path(folder.name, f"{name}.so")

@@ -1,6 +1,6 @@
-"""The step of `mulo.py` with less memory moved: the same formulas, for any device and for export.
+"""The step of `mulo.py` with fewer memory accesses: the same formulas, for any device and export.
 
-- Time features are the same for every parameter: their product with W0 joins the first bias.
+- Time features are the same for every parameter: their product with W0 is added to the first bias.
 - Row and column features are vectors: their products with W0 are added by broadcasting.
 - RMS normalisers are scalars per tensor: they scale the rows of W0, not the features.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mulo import features
-from mulo.features import Accumulators, Dims, Eps, Phi, trailing
+from mulo.features import Accumulators, Dims, Eps, Phi, Rates, trailing
 
 
 def step(
@@ -26,50 +26,29 @@ def step(
     decay: Tensor | float = 0.0,
     eps_scale: Tensor | float = 1.0,
     timescales: Tensor | None = None,
+    rates: Rates | None = None,
 ) -> tuple[Accumulators, Tensor]:
-    """`mulo.step`: the same arguments (an exported graph adds its timescales), the same result."""
-    acc, *layer, scale = prepare(config, phi, acc, p, g, t, scale, dims, eps_scale, timescales)
-    return acc, update(config, phi, features.wide(p), *layer, scale, decay)
-
-
-def prepare(
-    config, phi, acc, p, g, t, scale, dims, eps_scale, timescales
-) -> tuple[Accumulators, Tensor, Tensor, list[Tensor], Tensor]:
-    """New accumulators; w, X and ys of the first layer, w X + ys[0] + ys[1]; and the scale."""
-    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), features.rates_of(phi)
-    g = features.clean(g, features.CLIP[config.net]).to(acc.V)
+    """`mulo.step`: the same arguments and result; an exported graph passes its timescales too."""
+    eps, rates = Eps(config.eps, config.eps_rms, eps_scale), rates or features.rates_of(phi)
+    p, g = features.wide(p), features.clean(g, features.CLIP[config.net]).to(acc.V)
     acc = features.accumulate(acc, g, dims, rates, eps)
     x = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
     *vectors, (w, X) = first_layer(phi["w0"], x, eps)
-    y = phi["b0"]  # (S | 1, h)
+    b = phi["b0"]  # (S | 1, h)
     if config.net == "small_fc":
         x_time = features.time_features(t.reshape(-1), config.t_max, config.spec, timescales)
-        y = y + (x_time.unsqueeze(1) @ phi["w0"][:, -x_time.shape[-1] :]).squeeze(1)
+        b = b + (x_time.unsqueeze(1) @ phi["w0"][:, -x_time.shape[-1] :]).squeeze(1)
         scale = scale * features.annealing(t, config.t_max, config.anneal)
-    ys = [(a @ x.flatten(2)).unflatten(-1, x.shape[2:]) for a, x in vectors]  # (S, h, *shape)
-    y = trailing(y, X.ndim)
-    return acc, w, X, [ys[0] + y, *ys[1:]] if ys else [y], scale
-
-
-def update(
-    config,
-    phi: Phi,
-    p: Tensor,  # (S, *shape)
-    w: Tensor,  # (S, h, k)
-    X: Tensor,  # (S, k, *shape)
-    ys: list[Tensor],  # (S, h, *shape) each, with size 1 along some axes
-    scale: Tensor,
-    decay: Tensor | float,
-) -> Tensor:
-    """New parameters: the network from its first layer on, eq. 2 and eq. 3."""
-    y = (w @ X.flatten(2)).unflatten(-1, X.shape[2:]) + sum(ys[1:], ys[0])
-    y = y.flatten(2)  # (S, h, n)
+    rest = trailing(b, X.ndim)  # (S | 1, h, *shape), with size 1 along some axes
+    for w_k, x_k in vectors:
+        rest = (w_k @ x_k.flatten(2)).unflatten(-1, x_k.shape[2:]) + rest
+    y = ((w @ X.flatten(2)).unflatten(-1, X.shape[2:]) + rest).flatten(2)  # (S, h, n)
     for k in range(1, config.hidden_layers + 1):
         w = phi[f"w{k}"].mT.expand(y.shape[0], -1, -1)
         y = torch.baddbmm(phi[f"b{k}"].unsqueeze(-1), w, y.relu())
     d, m = y.unflatten(2, X.shape[2:]).unbind(1)
     d, e_m = trailing(scale, p.ndim) * d, (config.lam2 * m).exp()
-    return torch.addcmul(p * (1 - trailing(decay, p.ndim)), d, e_m, value=-config.lam1)  # eq. 2, 3
+    return acc, torch.addcmul(p * (1 - trailing(decay, p.ndim)), d, e_m, value=-config.lam1)
 
 
 def first_layer(
@@ -79,7 +58,7 @@ def first_layer(
 ) -> list[tuple[Tensor, Tensor]]:
     """W0 with the normalisers in it, (S, h, k), and the features, (S, k, *shape), by shape.
 
-    Features that are constant along the same axes go together; the last are those at full size.
+    Features that are constant along the same axes are one group; the last has those of full size.
     """
     groups: dict[tuple[bool, ...], list[tuple[Tensor, Tensor]]] = {}
     start = 0

@@ -183,6 +183,12 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     refused("less.pt", r"Missing key\(s\) in state_dict: \"b1\"")
     forged("config.pt", config=good["config"] | {"colour": 1})
     refused("config.pt", "damaged or of another release.*colour")
+    torch.save(good | {"config": good["config"] | {"multipliers": True}}, "multipliers.pt")
+    refused("multipliers.pt", "^multipliers.pt has learned multipliers: use the release that made")
+    torch.save(good | {"config": good["config"] | {"multipliers": False}}, "none.pt")
+    assert checkpoints.digest(mulo.load("none.pt")) == good["sha256"]
+    torch.save(good | {"config": [1]}, "no config.pt")
+    refused("no config.pt", "damaged or of another release")
     forged("huge.pt", config=good["config"] | {"hidden_size": 10**9})
     refused("huge.pt", "do not fit small_fc: .* size mismatch for w0")
     for size in (10**18, 10**30):
@@ -199,7 +205,7 @@ def test_velo_of_other_features(tmp_path):
     lo = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=8, param_inits=3))
     lo.bank_w0 = torch.nn.Parameter(torch.zeros(3, 31, 4), requires_grad=False)
     mulo.save(lo, tmp_path / "lo.pt")
-    with pytest.raises(ValueError, match="with 31 features, this code has 30: meta-train anew"):
+    with pytest.raises(ValueError, match="with 31 features, this code has 30: meta-train again"):
         mulo.load(tmp_path / "lo.pt")
 
 

@@ -1,35 +1,40 @@
 """Validation, the choice among seeds and its record; what is shipped."""
 
 import json
+import sys
+from statistics import geometric_mean
 
 import pytest
 import torch
 
 import mulo
-from mulo import checkpoints, metatrain
-from mulo.paper import choose
+from mulo import checkpoints, recipes
+from mulo.weights import choose
 
 
-def run_folder(path, seed, lam1=0.01, name="mulo_m"):
-    """A run's folder with an untrained optimizer in it."""
-    r = metatrain.recipe(name, seed=seed, unroll=10, shortest=10, lam1=lam1)
+def run_file(path, seed, lam1=0.01, name="mulo_m"):
+    """The lo.pt of a run, with an untrained optimizer in it."""
+    r = recipes.recipe(name, seed=seed, unroll=10, shortest=10, lam1=lam1)
     about = {"recipe": vars(r), "command": f"python metatrain.py --seed {seed}", "commit": "abc"}
     path.mkdir()
-    mulo.save(metatrain.new_lo(r), path / "lo.pt", minutes=1.0, meta_loss=2.0, **about)
-    return path
+    mulo.save(recipes.new_lo(r), path / "lo.pt", minutes=1.0, meta_loss=2.0, **about)
+    return path / "lo.pt"
 
 
-def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch):
+def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch, capsys, complaint):
     """One of them diverges at once: it counts as the worst, and is recorded all the same."""
     monkeypatch.setattr(checkpoints, "SHIPPED", tmp_path / "weights")
     checkpoints.SHIPPED.mkdir()
     short = ("fashion8_mlp_w96_d2", 10, "constant"), ("teacherv_mlp_w48_d3", 20, "cosine")
     monkeypatch.setattr(choose, "VALIDATION", short)
-    folders = [run_folder(tmp_path / "a", 0, lam1=1e6), run_folder(tmp_path / "b", 1)]
-    choose.choose("mulo_m", folders)
+    paths = [run_file(tmp_path / "a", 0, lam1=1e6), run_file(tmp_path / "b", 1)]
+    monkeypatch.setattr(sys, "argv", ["choose.py", *map(str, paths), "--ship", "mulo_m"])
+    choose.main()
+    target = tmp_path / "weights" / "mulo_m.pt"
+    assert f"chosen: {target}" in capsys.readouterr().out
     shipped = mulo.load("mulo_m")
-    assert torch.equal(shipped.w0, mulo.load(folders[1] / "lo.pt").w0)
-    tried = json.loads(checkpoints.about(tmp_path / "weights" / "mulo_m.pt")["chosen_among"])
+    assert torch.equal(shipped.w0, mulo.load(paths[1]).w0)
+    tried = json.loads(checkpoints.about(target)["chosen_among"])
     assert [x["seed"] for x in tried] == [0, 1]
     assert tried[0]["validation"] > tried[1]["validation"]
     expected = {f"{task}, {steps} steps, {s}" for task, steps, s in choose.VALIDATION}
@@ -37,8 +42,13 @@ def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch):
     record = (tmp_path / "weights" / "README.md").read_text()
     assert "| mulo_m | 1 | shipped |" in record
     assert "| mulo_m | 0 |  |" in record
-    with pytest.raises(ValueError, match="is a run of mulo_m, not of lo_m"):
-        choose.choose("lo_m", folders)
+    assert "is a run of mulo_m, not of lo_m" in complaint(choose, *paths, "--ship", "lo_m")
+    monkeypatch.setattr(sys, "argv", ["choose.py", str(paths[1].parent)])
+    choose.main()
+    mean = geometric_mean(tried[1]["scores"].values())
+    assert f"{paths[1]}: {mean:.4f}  {{" in capsys.readouterr().out
+    mulo.save(mulo.load(paths[1]), tmp_path / "other.pt")
+    assert "was not meta-trained at desk scale" in complaint(choose, tmp_path / "other.pt")
 
 
 def test_the_record_follows_from_the_shipped_files(tmp_path, monkeypatch):
@@ -50,11 +60,11 @@ def test_the_record_follows_from_the_shipped_files(tmp_path, monkeypatch):
     assert (tmp_path / "README.md").read_text() == before
 
 
-@pytest.mark.parametrize("name", metatrain.RECIPES)
+@pytest.mark.parametrize("name", [path.stem for path in checkpoints.SHIPPED.glob("*.pt")])
 def test_shipped(name):
     """Each is of the recipe that it claims, and the best of several seeds."""
     lo, about = mulo.load(name), checkpoints.about(checkpoints.SHIPPED / f"{name}.pt")
-    r, desk = about["recipe"], metatrain.recipe(name)
+    r, desk = about["recipe"], recipes.recipe(name)
     assert r["name"] == name
     fields = ["mup", "lam1", "net", "sigma", "unroll", "truncation", "pairs", "kind"]
     fields += ["batch_size", "steps", "lr", "input_base", "by_channels"]

@@ -7,7 +7,7 @@ import torch
 from golden_files import GOLDEN, SMALL_FC, VELO, Golden, run
 
 import mulo
-from mulo import LOConfig, features, stacked
+from mulo import LOConfig, features, nets, stacked
 from mulo.features import Eps, rates_of
 
 REFERENCE = Eps("reference", 1e-5)
@@ -82,11 +82,9 @@ def test_golden_accumulators_through_the_optimizer(name):
 def test_golden_lstm_inputs(name, monkeypatch):
     """VeLO's 30 per-tensor features, each group to its own tolerance, and the loss buffer."""
     golden, seen = Golden(name), []
-    original = mulo.lstm_step
+    original = nets.lstm_step
     monkeypatch.setattr(
-        mulo,
-        "lstm_step",
-        lambda phi, x, h, c: (seen.append(x[0]), original(phi, x, h, c))[1],
+        nets, "lstm_step", lambda phi, x, h, c: (seen.append(x[0]), original(phi, x, h, c))[1]
     )
     for s, _, opt in run(golden, "jax"):
         np.testing.assert_allclose(seen[s], golden["lstm_in"][s], atol=1e-3)

@@ -15,6 +15,7 @@ from torch import nn
 
 import mulo
 from mulo import LOConfig, Stack, Weights, features, kernels
+from mulo.features import Numbers
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
@@ -53,17 +54,17 @@ class Case:
         self.config = dataclasses.replace(config, lam1=1.0, lam2=0.1)  # updates of order 1
         self.gen, self.dtype = torch.Generator().manual_seed(seed), dtype
         T = len(shapes)
-        sets = P if own else 1, T if config.net == "velo" else 1
-        self.phi = kernels.random_weights(self.config, self.gen, *sets)
+        lead = (P if own else 1, *([T] if config.net == "velo" else []))
+        self.phi = kernels.random_weights(self.config, self.gen, *lead)
         self.stacks = []
         for shape in shapes:
             p = torch.randn(P, *shape, generator=self.gen).to(dtype)
             dims = features.factored_dims(shape, out_axis)
             self.stacks.append(Stack(p, features.init_accumulators(p, dims), dims))
         rest = torch.rand(4, P, T, generator=self.gen)
-        self.values = rest * torch.tensor([80.0, 1.0, 0.1, 1.0]).view(4, 1, 1)
+        self.numbers = Numbers(*rest * torch.tensor([80.0, 1.0, 0.1, 1.0]).view(4, 1, 1))
         if config.eps != "fan_in":
-            self.values[3] = 1
+            self.numbers.eps_scale.fill_(1)
 
     def gradients(self, size=0.1):
         return [
@@ -82,7 +83,7 @@ class Case:
                 x.rows = kernels.rows(x.p, x.acc, x.dims)
                 assert x.rows is not None
         weights = Weights(self.config, self.phi, backend)
-        args = self.config, backend, weights, stacks, grads, self.values
+        args = self.config, backend, weights, stacks, grads, self.numbers
         bad = mulo.advance_(*args, count=True)
         return stacks, int(bad)
 
@@ -208,7 +209,7 @@ def test_long_rows_keep_their_digits():
     case = Case(config, [(4, 300_000), (300_000, 4), (2, 3, 100_000)], P=1)
     grads = [1 + 0.01 * torch.randn(x.p.shape) for x in case.stacks]
     got, _ = case.step("kernel", grads)
-    rate = features.rates_of({k: w[:, 0] for k, w in case.phi.items()}).rc
+    rate = features.rates_of(case.phi).rc
     for x, g in zip(got, grads, strict=True):
         q = g.double().square()
         for acc, axis in ((x.acc.r, x.dims[1]), (x.acc.c, x.dims[0])):

@@ -359,7 +359,8 @@ def test_changed_weights_are_seen():
     opts = [mulo.MuLO([x], net) for x in (p, q)]
     for change in (
         lambda: None,
-        lambda: net.w2.data.mul_(3),
+        lambda: net.w2.mul_(3),
+        lambda: setattr(net.w1, "data", 2 * net.w1),
         lambda: net.b0.add_(1),
         lambda: setattr(net, "config", dataclasses.replace(net.config, lam1=0.1)),
         lambda: net.half(),

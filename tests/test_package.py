@@ -1,11 +1,14 @@
 """One package: what `pip install .` puts into site-packages, and how it is imported and run."""
 
+import ast
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,55 @@ def test_every_file_is_a_command_or_says_that_it_is_none(file, monkeypatch, caps
         assert (
             "is a module, not a command" in str(stop.value) or "usage:" in capsys.readouterr().out
         )
+
+
+def allowed_imports():
+    """From CONTRIBUTING.md: for each module, those to its left, which it may import."""
+    sentence = re.search(r"Imports go one way: ([^.]*)\.", (ROOT / "CONTRIBUTING.md").read_text())[
+        1
+    ]
+    allowed = {}
+    for chain in sentence.split(";"):
+        for left, right in pairwise(name.strip() for name in chain.split("→")):
+            allowed[right] = allowed.get(left, set()) | {left, right}
+            allowed.setdefault(left, {left})
+    return allowed
+
+
+def imports_of(file):
+    """Our modules that a file imports, and whether it does so inside a function."""
+
+    def inner(node, inside):
+        inside = inside or isinstance(node, ast.FunctionDef)
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            first, _, rest = name.partition(".")
+            if first == "mulo":  # `from mulo import LO` imports mulo, not a module LO
+                module = rest.partition(".")[0]
+                here = (ROOT / f"{module}.py").exists() or (ROOT / module).is_dir()
+                yield (module if module and here else "mulo"), inside
+        for child in ast.iter_child_nodes(node):
+            yield from inner(child, inside)
+
+    return set(inner(ast.parse(file.read_text()), False))
+
+
+def files_of(module):
+    return [ROOT / f"{module}.py", *(ROOT / module).glob("*.py")]
+
+
+@pytest.mark.parametrize("module", sorted(allowed_imports()))
+def test_imports_go_one_way(module):
+    allowed = allowed_imports()
+    for file in filter(Path.exists, files_of(module)):
+        for imported, inside in imports_of(file):
+            assert imported in allowed[module], f"{file.name} imports {imported}"
+            assert imported != module or file.parent != ROOT, f"{file.name} imports itself"
+            assert not inside or imported == "kernels", f"{file.name}: {imported} in a function"
 
 
 def test_import_brings_only_torch_numpy_and_itself():

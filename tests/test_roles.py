@@ -15,8 +15,8 @@ from mulo.roles import (
     ALL,
     LAYERS,
     TABLES,
-    TENSOR_KINDS,
     coordinate_check,
+    layer_outputs,
     size_factor,
     slope,
     weights_of,
@@ -157,7 +157,7 @@ def tied(w):
     [
         (tied, "'head.weight' is tied to 'tokens.weight'.*untie"),
         (lambda w: nn.Bilinear(w, w, w), "'weight'.*fits no role: write the roles by hand"),
-        (lambda w: nn.Linear(4, 5), "no parameter grows from build\\(16\\)"),
+        (lambda w: nn.Linear(4, 5), "no parameter grows between build\\(16\\)"),
         (lambda w: nn.Sequential(*[nn.Linear(w, w)] + [nn.Linear(w, 2)] * (w > 16)), "same param"),
         (lambda w: nn.Linear(4, int(torch.ones(w).sum().item())), "device='cpu'"),
         (lambda w: nn.Linear(4, int(torch.ones(w).numpy().sum())), "device='cpu'"),
@@ -352,7 +352,6 @@ def test_groups_have_names_roles_and_kinds(family, rules):
         named = dict(zip(group["names"], group["params"], strict=True))
         assert all(model.get_parameter(name) is p for name, p in named.items())
         assert {group["role"]} == {roles[name] for name in named}
-        assert group["kind"] in TENSOR_KINDS
         assert group["kind"] != "norm" or group["role"] == "input"
         seen |= named.keys()
     assert seen == roles.keys()
@@ -389,6 +388,15 @@ def test_coordinate_check_leaves_running_statistics_alone():
     before = copy.deepcopy(model.state_dict())
     coordinate_check(lambda w: (model, lambda: None), torch.randn(5, 3), [8, 16], steps=1)
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+
+
+def test_layer_outputs():
+    """By name and in order, for the model's own parameters or for others."""
+    model, other, x = MLP(8), MLP(8), torch.randn(5, 12)
+    outputs = layer_outputs(model, x, dict(other.named_parameters()))
+    assert list(outputs) == ["0", "2", "4", "6"]
+    assert torch.equal(outputs["6"], other(x))
+    assert torch.equal(layer_outputs(model, x)["6"], model(x))
 
 
 def test_frozen_parameters_are_left_out():

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def random_lo(net, seed, **config):
     ("net", "config"),
     [
         ("small_fc", {}),
-        ("small_fc", {"input_base": 16.0, "by_channels": True, "multipliers": True}),
+        ("small_fc", {"input_base": 16.0, "by_channels": True}),
         ("velo", {}),
         ("velo", {"param_scale_mult": True}),
     ],
@@ -68,26 +67,6 @@ def test_learned_is_the_optimizer_for_one_net(net, config, rules):
         for k, model in enumerate(models):
             error = (dict(model.named_parameters())[name] - p[k]).abs().max()
             assert error <= 2e-4 * moved, name
-
-
-def test_learned_multipliers():
-    """exp(2x) of a tensor's kind multiplies its update, and 0 changes nothing."""
-    plain = random_lo("small_fc", 0, lam1=0.1)
-    lo = mulo.SmallFC(dataclasses.replace(plain.config, multipliers=True))
-    lo.load_state_dict(plain.state_dict() | {"multipliers": torch.zeros(len(roles.TENSOR_KINDS))})
-
-    def first_move(lo):
-        seen = []
-        training.train(TASK, lo, 2, [0], look=lambda t, theta: seen.append(copy.deepcopy(theta)))
-        return {k: seen[1][k] - seen[0][k] for k in seen[0]}
-
-    moves = {"plain": first_move(plain), "zero": first_move(lo)}
-    lo.multipliers[roles.TENSOR_KINDS.index("hidden")] = 0.5
-    moves["hidden"] = first_move(lo)
-    for k, move in moves["plain"].items():
-        factor = math.e if k == "layers.1.weight" else 1.0
-        torch.testing.assert_close(moves["zero"][k], move)
-        torch.testing.assert_close(moves["hidden"][k], factor * move, rtol=1e-3, atol=1e-7)
 
 
 def test_backends_train_alike():
@@ -184,13 +163,31 @@ def test_nets_of_all_widths_see_the_same_batches(monkeypatch):
     assert not torch.equal(own, other)  # there the initial weights have used the same generator
 
 
+def test_layer_outputs_of_nets_side_by_side():
+    task, x = tasks.get("fashion8_mlp_w8_d3"), torch.randn(5, 1, 8, 8)
+    theta = task.init(2, torch.Generator().manual_seed(0), zero_output=False)
+    outputs = roles.layer_outputs(task.skeleton(), x.expand(2, *x.shape), theta)
+    assert list(outputs) == ["layers.0", "layers.1", "head"]
+    first = x.flatten(1) @ theta["layers.0.weight"][1].T + theta["layers.0.bias"][1]
+    torch.testing.assert_close(outputs["layers.0"][1], first)
+    hidden = outputs["layers.1"][1].relu()
+    logits = (hidden @ theta["head.weight"][1].T + theta["head.bias"][1]) / 8
+    torch.testing.assert_close(outputs["head"][1], logits)
+
+
+def test_final_loss_is_of_the_last_tenth():
+    losses = torch.arange(50.0).unsqueeze(1)
+    assert float(training.final_loss(losses)) == 47
+    assert float(training.final_loss(losses, 0.2)) == 9
+
+
 def test_muon_is_torchs():
     """Hidden matrices by torch.optim.Muon, the rest by Adam, at the same rate."""
     task = dataclasses.replace(TASK, rules=())
     seen = []
     training.train(
         task, lambda t: training.Muon(t, torch.tensor([0.01])), 4, [0],
-        look=lambda t, theta: seen.append(copy.deepcopy(theta)),
+        callback=lambda t, theta: seen.append(copy.deepcopy(theta)),
     )  # fmt: skip
     gen = torch.Generator().manual_seed(0)
     model, data = task.model(gen), task.data()

@@ -1,0 +1,224 @@
+"""The networks of learned optimizers: their configuration, `SmallFC` and `VeLO`.
+
+    lo = SmallFC(LOConfig(hidden_size=32), torch.Generator().manual_seed(0))
+    phi = stacked(lo)                  # its weights, as `mulo.step` takes them
+
+Paper: appendix A.1. `SmallFC` is one MLP for all parameters. `VeLO` is an LSTM that sees each
+tensor once per step and generates that tensor's MLP (`generate`).
+
+Weights phi are dicts of tensors. Their leading axis is P nets (the particles of meta-training),
+1 if all share them; generated weights are (P, T, ...), one MLP for each of the T tensors of a net.
+The paper's T, the length of a run, is `num_steps` here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from mulo import features
+from mulo.features import LossBuffer, Phi
+
+
+@dataclasses.dataclass(frozen=True)
+class LOConfig:
+    """All settings of a learned optimizer; stored in its checkpoint with its weights."""
+
+    net: str = "small_fc"  # or "velo"
+    hidden_size: int = 32  # the authors' configuration; 4 in the paper's text
+    hidden_layers: int = 2  # paper, appendix A.1.1
+    lam1: float = 0.001  # lambda_1 of eq. 2; 0.01 for the small_fc μLOs (paper, appendix C)
+    lam2: float = 0.001  # lambda_2 of eq. 2
+    spec: str = "reference"  # or "paper": the paper's literal time features, 29 VeLO features
+    eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
+    eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
+    t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
+    anneal: float = 0.0  # small_fc: beyond t_max updates shrink as (t_max / t)^anneal
+    input_base: float | None = None  # inputs in meta-training: see roles.size_factor
+    by_channels: bool = False  # hidden convolutions by 1/channels: see roles.size_factor
+    lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
+    param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
+    param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
+    use_bugged_loss_features: bool = False  # VeLO: all loss means over 10 steps (old checkpoints)
+
+    def __post_init__(self):
+        choices = {"net": ("small_fc", "velo"), "spec": ("reference", "paper")}
+        choices["eps"] = ("reference", "relative", "fan_in")
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown: use one of {allowed}.")
+        for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
+        for name in ("lam1", "lam2", "eps_rms", "anneal"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
+        for name in ("t_max", "input_base"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{name} must be None or a number above 0, not {value!r}.")
+
+    @property
+    def feature_set(self) -> str:
+        """Which feature set: "small_fc", "velo" or "velo_paper"."""
+        return "velo_paper" if (self.net, self.spec) == ("velo", "paper") else self.net
+
+    @property
+    def num_features(self) -> int:
+        return len(features.feature_names(self.feature_set))
+
+    def layer_sizes(self) -> list[int]:
+        return [self.num_features, *[self.hidden_size] * self.hidden_layers, 2]
+
+
+def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | None) -> Tensor:
+    """N(0, 1/fan_in) truncated at two standard deviations: the reference's init."""
+    return nn.init.trunc_normal_(torch.empty(shape), generator=generator).mul_(fan_in**-0.5)
+
+
+class LO(nn.Module):
+    """The weights phi of a learned optimizer and their config; a subclass for each network."""
+
+    default: LOConfig
+    mup: bool | None = None  # whether it was meta-trained under μP, if that is known
+
+    def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
+        super().__init__()
+        self.config = dataclasses.replace(config or self.default, net=self.default.net)
+        for name, value in self.initial_weights(self.config, generator).items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def with_config(self, **fields) -> LO:
+        """Copy it, with some fields of the config replaced."""
+        new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
+        new.load_state_dict(self.state_dict())
+        new.mup = self.mup
+        return new.to(next(self.parameters()).device)
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.config})"
+
+
+class SmallFC(LO):
+    """small_fc_lopt: one MLP for every parameter; its decays are weights too, as offsets."""
+
+    default = LOConfig()
+
+    @staticmethod
+    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
+        phi = {}
+        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
+            phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"b{k}"] = torch.zeros(m)
+        vectors = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
+        return phi | {name: torch.zeros(n) for name, n in vectors.items()}
+
+
+class VeLO(LO):
+    """An LSTM that generates, at each step, an MLP and a learning rate alpha for every tensor."""
+
+    default = LOConfig(net="velo", hidden_size=4)
+
+    @staticmethod
+    def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
+        H, K = config.lstm_hidden, config.param_inits
+        phi = {}
+        for name, n, m in (
+            ("mix", 30, H),  # linear_1 of the reference: its maximum over tensors is shared by all
+            ("embed", 30, H),  # linear_2
+            ("lstm", 2 * H, 4 * H),
+            ("controls", H, K),
+            ("alpha", H, 1),  # step_size
+        ):
+            phi[f"{name}_w"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"{name}_b"] = torch.zeros(m)
+        phi |= {"hidden0": torch.zeros(1, H), "cell0": torch.zeros(1, H)}
+        for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
+            phi[f"bank_w{k}"] = _truncated_normal(K, n, m, fan_in=n, generator=generator)
+            phi[f"bank_b{k}"] = torch.zeros(K, m)
+        return phi
+
+
+NETS = {"small_fc": SmallFC, "velo": VeLO}
+
+
+def stacked(lo: LO) -> Phi:
+    """The weights of an LO with a leading axis of 1, as `step` takes them."""
+    return {name: w.unsqueeze(0) for name, w in lo.named_parameters(recurse=False)}
+
+
+def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
+    """f_phi(A) = W2 relu(W1 relu(W0 A + b0) + b1) + b2, for x (S, ..., F) -> (S, ..., 2)."""
+    shape = x.shape
+    x = x.reshape(shape[0], -1, shape[-1])
+    for k in range(hidden_layers + 1):
+        x = x @ phi[f"w{k}"] + phi[f"b{k}"].unsqueeze(1)
+        x = x.relu() if k < hidden_layers else x
+    return x.reshape(*shape[:-1], 2)
+
+
+def lstm_step(
+    phi: Phi,  # (P | 1, ...) each
+    x: Tensor,  # (P, T, 30): per-tensor features
+    h: Tensor,  # (P, T, H)
+    cell: Tensor,  # (P, T, H)
+) -> tuple[Tensor, Tensor]:
+    """One LSTM step for every tensor. Its input has a maximum over all tensors of the net."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
+
+    y = linear("embed", x) + linear("mix", x).relu().amax(-2, keepdim=True)
+    i, g, f, o = linear("lstm", torch.cat([y, h], -1)).chunk(4, -1)
+    cell = torch.sigmoid(f + 1) * cell + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
+    """From the LSTM's output h (P, T, H): MLP weights (P, T, ...) and the rate alpha (P, T).
+
+    phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
+    negative; the paper only calls it a learning-rate multiplier.
+    """
+    control = h @ phi["controls_w"] + phi["controls_b"].unsqueeze(-2)  # (P, T, K)
+    control = control * (100 / config.param_inits)
+    weights = {}
+    for k in range(config.hidden_layers + 1):
+        for n in "wb":
+            bank = phi[f"bank_{n}{k}"]  # (P | 1, K, ...)
+            weights[f"{n}{k}"] = (control @ bank.flatten(2)).unflatten(-1, bank.shape[2:])
+    return weights, (h @ phi["alpha_w"] + phi["alpha_b"].unsqueeze(-2)).squeeze(-1)
+
+
+def generate(
+    config: LOConfig,
+    phi: Phi,
+    memory: LossBuffer,  # of P nets
+    loss: Tensor,  # (P,)
+    decays: Tensor,  # (10,) or (P, 10), from features.loss_decays
+    t: Tensor,  # (P, T)
+    num_steps: Tensor | int,  # the length of the run; (P, 1) if nets differ
+    x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
+    h: Tensor,  # (P, T, H)
+    cell: Tensor,  # (P, T, H)
+    fractions: Tensor | None = None,  # features.FRACTIONS, if an exported graph has them
+) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
+    """VeLO before each step: advance the LSTM and generate the MLPs of T tensors of P nets.
+
+    Returns memory, h, cell, the MLP weights (P, T, ...) and alpha (P, T).
+    """
+    memory, x_loss = features.loss_features(memory, loss, decays)
+    x_time = features.fraction_features(t, num_steps, config.spec, fractions)
+    x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
+    x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
+    h, cell = lstm_step(phi, x, h, cell)
+    return memory, h, cell, *hypernetwork(config, phi, h)
+
+
+if __name__ == "__main__":
+    raise SystemExit("nets.py is a module, not a command: use `from mulo import nets`.")

@@ -1,0 +1,599 @@
+"""The paper's experiments and ours: each function returns a table, a figure and checks.
+
+    python paper.py width                # one of EXPERIMENTS: results/width.csv and .png
+    python paper.py all                  # all of them, README's picture and RESULTS.md
+    python paper.py tune                 # tune the baselines that have no tuned values yet
+    python paper.py all --scale paper --device cuda --optimizers runs/mulo_m_paper_seed0 adamw
+
+Paper: section 5 and appendices. All training goes through `evaluate.Results`, which keeps losses,
+so a second run only computes tables and draws figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from itertools import chain, product
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from mulo import evaluate, kernels, roles, tasks
+from mulo.evaluate import Contender, Job, Results, Tuning, contender, mean_stderr
+from mulo.results import report
+from mulo.results.ablate import variants
+from mulo.results.report import COLOURS, LABELS, Finding, falls, figure, guess, listing, worse
+from mulo.training import final_loss
+
+PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
+SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
+IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
+PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
+SEEDS = 5  # of `transfer` and `resnet`
+WIDE, NARROW = (64, 256, 1024), (64, 128)
+TRANSFER = {  # tasks of `transfer`: widths
+    "c10s_mlp_w{}_d3": WIDE, "c10b_mlp_w{}_d3": WIDE, "fashion_mlp_w{}_d3": WIDE,
+    "teacher256_mlp_w{}_d3": WIDE, "teacher1024_mlp_w{}_d3": WIDE, "teacher2_mlp_w{}_d3": WIDE,
+    "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": NARROW, "c10s_vit_w{}_d3_b16": NARROW,
+    "text_lm_w{}_d2_b8": NARROW,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Nets of one kind, and the sizes at which they are tested."""
+
+    kind: str
+    widths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
+    columns: tuple[int, ...] = (128, 256, 512)  # widths of SIZES
+    base: int = 64  # width of deep nets, long runs and tuning
+    depths: tuple[int, ...] = ()
+    horizons: tuple[int, ...] = ()  # run lengths under a cosine schedule, in meta-trained horizons
+    longest: int = 0  # run length at a constant rate; 0: no long run
+    seeds: int = 5
+    few: int = 5  # seeds of ranks and of the longest runs
+    suffix: str = ""  # of task names: the batch size
+
+    def task(self, width: int, depth: int = 3) -> str:
+        return f"{self.kind}_w{width}_d{depth}{self.suffix}"
+
+
+TRANSFORMER = {
+    "widths": (16, 32, 64, 128), "columns": (32, 64, 128), "base": 32, "depths": (3, 16),
+    "longest": 25, "seeds": 3, "few": 2, "suffix": "_b8",
+}  # fmt: skip
+PAPER_MLP = {"widths": tasks.MLP_WIDTHS, "columns": (2048, 4096, 8192), "base": 1024}
+PAPER_TRANSFORMER = {
+    "widths": tuple(tasks.HEADS), "columns": (2048, 3072, 3072), "base": 1024, "depths": (3, 16),
+    "longest": 25,
+}  # fmt: skip
+DEEP_AND_LONG = {"depths": (3, 4, 8, 16), "horizons": (5, 10, 25), "longest": 25}
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What is tested. The first family is the kind of meta-training."""
+
+    optimizers: tuple[str, ...] = ("mulo_m", "muvelo_m", "lo_m", "velo_m", "adamw", "muadam")
+    families: tuple[Family, ...] = (
+        Family("fashion8_mlp", **DEEP_AND_LONG), Family("teacher_mlp"),
+        Family("fashion_vit", **TRANSFORMER), Family("pixels_lm", **TRANSFORMER),
+    )  # fmt: skip
+    steps: int = 500  # the meta-trained horizon
+    resnets: tuple[str, ...] = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 192, 256))
+    ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
+    scale: str = "desk"
+
+    def contenders(self, *names: str) -> dict[str, Contender]:
+        """By the names of their recipes. Given names, these: shipped unless in `optimizers`."""
+        known = {(c := contender(name)).recipe or c.name: c for name in self.optimizers}
+        if len(known) < len(self.optimizers):
+            raise ValueError("two of --optimizers are runs of one recipe: use evaluate.py task.")
+        chosen = {name: known.get(name) or contender(name) for name in names or known}
+        return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
+
+
+SUITES = {
+    "desk": Suite(),
+    "paper": Suite(
+        families=(
+            Family("in32_mlp", **PAPER_MLP, **DEEP_AND_LONG), Family("c10_mlp", **PAPER_MLP),
+            Family("in64_mlp", tasks.WIDTHS["in64_mlp"], (2048, 4096, 4096), base=1024),
+            Family("vit", **PAPER_TRANSFORMER), Family("lm", **PAPER_TRANSFORMER),
+        ),
+        steps=1000, scale="paper",
+        resnets=tuple(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048)),
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- experiments
+
+
+def sweep(
+    suite: Suite, results: Results, optimizers: dict[str, Contender], axis: str,
+    sizes: dict[Family, dict[int, str]],
+) -> tuple[dict, dict, Figure]:  # fmt: skip
+    """Train every optimizer on each family's tasks, given by size: final losses by kind, optimizer
+    and size, training curves at the largest size by kind and optimizer, and a figure of both."""
+    jobs = {
+        (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
+        for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
+        for size, task in tested.items()
+    }
+    results.run(jobs.values(), axis)
+    final, curves = {}, {}
+    for (kind, name, size), job in jobs.items():
+        losses = curves.setdefault(kind, {})[name] = results.losses(job)
+        final.setdefault(kind, {}).setdefault(name, {})[size] = final_loss(losses)
+    fig, axes = figure(2 * len(sizes))
+    for (f, tested), ax, beside in zip(sizes.items(), axes[::2], axes[1::2], strict=True):
+        top, title = 1.2 * guess(f.kind), f"{f.kind}, {axis} {max(tested)}"
+        report.draw_final(ax, final[f.kind], top, axis, f.kind)
+        report.draw_curves(beside, curves[f.kind], suite.steps, top, title=title)
+    axes[0].legend(fontsize=8)
+    return final, curves, fig
+
+
+def width(suite: Suite, results: Results) -> Finding:
+    """Final loss against width, and training curves at the largest width."""
+    sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
+    final, _, fig = sweep(suite, results, suite.contenders(), "width", sizes)
+    rows = [["kind", "optimizer", "width", "loss", "stderr", "change", "its stderr"]]
+    checks, summary = {}, []
+    for f in suite.families:
+        kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
+        for name, by_width in losses.items():
+            before = math.nan
+            for w, x in by_width.items():
+                change = ["" if math.isnan(v) else v for v in mean_stderr(x - before)]
+                rows.append([kind, name, w, *mean_stderr(x), *change])
+                before = x
+        beyond = [w for w in f.widths if w >= f.columns[-1]]
+        for mu, sp in PAIRS.items():
+            if mu in losses and sp in losses:
+                claim, other = f"{kind}: the loss of {LABELS[mu]} falls", f"{kind}: {LABELS[sp]}"
+                by_mu, by_sp = list(losses[mu].values()), list(losses[sp].values())
+                behind = all(worse(losses[sp][w], losses[mu][w]) for w in beyond)
+                checks |= {
+                    f"{claim} to {top}, within the standard error": falls(by_mu),
+                    f"{claim} to {top}, within the error of paired differences": falls(by_mu, True),
+                    f"{other} is worse from width {beyond[0]} on": behind,
+                    f"{other} has stopped improving by {top}": report.stopped(by_sp),
+                }
+        last = {name: by_width[f.widths[-1]] for name, by_width in losses.items()}
+        summary.append(f"{kind}, {top}: {listing(last)}")
+    return Finding(rows, fig, checks, "; ".join(summary))
+
+
+def rank(suite: Suite, results: Results) -> Finding:
+    """Average rank over families at each column's width, at 1, 3 and 5 horizons.
+
+    VeLO is told the length of its run: at 3 horizons, read from the run of 5, it is midway. A net
+    that diverged counts as one that guesses.
+    """
+    optimizers, runs = suite.contenders(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
+    names, columns, jobs = list(optimizers), list(product(runs, SIZES)), {}
+    for f, (t, size) in product(suite.families, columns):
+        task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
+        jobs[f, t, size] = [Job(c, task, steps, seeds=range(f.few)) for c in optimizers.values()]
+    results.run(chain(*jobs.values()), "rank")
+    by_kind = {}
+    for (f, t, _), of_task in jobs.items():
+        losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in of_task])
+        losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (optimizers, seeds)
+        by_kind.setdefault(f.kind, []).append(report.ranked(losses.mean(1)))
+    ranks = {kind: torch.stack(x) for kind, x in by_kind.items()}  # (columns, optimizers) each
+    ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
+    rows = [["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)]]
+    fig, axes = figure(len(ranks))
+    for ax, (kind, by_column) in zip(axes, ranks.items(), strict=True):
+        for name, row in zip(names, by_column.T, strict=True):
+            rows.append([kind, name, *(f"{x:.2f}" for x in row.tolist())])
+            for at in torch.arange(len(columns)).chunk(len(runs)):  # a line for each horizon
+                text, c = "" if at[0] else LABELS.get(name, name), COLOURS.get(name, "0.4")
+                ax.plot(at, row[at], "o-", label=text, color=c)
+        ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
+        ax.set(xlabel="horizons, size", ylabel="average rank", title=f"{kind} tasks")
+        ax.invert_yaxis()
+    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    checks, summary = {}, []
+    for (t, size), row in zip(columns, ranks["all"].tolist(), strict=True):
+        for claim, claimed, sign in (
+            ("μLO_M and μVeLO_M have the two best average ranks", PAIRS.keys(), 1),
+            ("LO_M and VeLO_M have the two worst", PAIRS.values(), -1),
+        ):
+            inside = [sign * x for name, x in zip(names, row, strict=True) if name in claimed]
+            others = [sign * x for name, x in zip(names, row, strict=True) if name not in claimed]
+            if inside and others:
+                checks[f"{claim}, {size}, after {t}x the horizon"] = max(inside) < min(others)
+    average = ranks["all"].view(len(runs), len(SIZES), -1).mean(1)  # (runs, optimizers)
+    for t, row in zip(runs, average, strict=True):
+        text = listing(dict(zip(names, row, strict=True)), ".2f")
+        summary.append(f"average rank after {t}x the horizon: {text}")
+    return Finding(rows, fig, checks, "; ".join(summary))
+
+
+def depth(suite: Suite, results: Results) -> Finding:
+    """Nets of 3 to 16 layers or blocks."""
+    sizes = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
+    final, curves, fig = sweep(suite, results, suite.contenders(), "depth", sizes)
+    rows, checks, summary = [["kind", "optimizer", "depth", "loss", "stderr"]], {}, []
+    for f in sizes:
+        kind, deepest, losses = f.kind, f.depths[-1], final[f.kind]
+        layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
+        for name, by_depth in losses.items():
+            rows += [[kind, name, d, *mean_stderr(x)] for d, x in by_depth.items()]
+        last = {name: by_depth[deepest] for name, by_depth in losses.items()}
+        for mu, sp in PAIRS.items():
+            if mu in last and sp in last:
+                claim = f"{kind}: {LABELS[mu]} is ahead of {LABELS[sp]} at {layers}"
+                checks[claim] = worse(last[sp], last[mu])
+        for name in filter(PAIRS.get, last):
+            bound = min(1.05 * float(curves[kind][name].mean(1).min()), 0.9 * guess(kind))
+            claim = f"{kind}: {LABELS[name]} trains {layers}, its loss not rising"
+            checks[claim] = float(last[name].mean()) <= bound
+        summary.append(f"{kind}, {layers}: {listing(last)}")
+    return Finding(rows, fig, checks, "; ".join(summary))
+
+
+def horizon(suite: Suite, results: Results) -> Finding:
+    """Training for 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
+    optimizers, runs = suite.contenders(), []
+    for f in suite.families:
+        runs += [(f, "constant", f.longest, f.few)] * bool(f.longest)
+        runs += [(f, "cosine", times, f.seeds) for times in f.horizons]
+    panels = [run for run in runs if run[2] == run[0].longest]
+    rows = [["kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]]
+    (fig, axes), checks, summary, jobs = figure(len(panels)), {}, [], {}
+    for f, schedule, times, n in runs:
+        args = f.task(f.base), times * suite.steps, schedule, range(n)
+        jobs[f, schedule, times, n] = {name: Job(c, *args) for name, c in optimizers.items()}
+    results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
+    for run, by_name in jobs.items():
+        f, schedule, times, _ = run
+        curves = {name: results.losses(job) for name, job in by_name.items()}
+        final = {name: final_loss(losses) for name, losses in curves.items()}
+        for name, losses in curves.items():
+            lowest = float(losses.mean(1).unfold(0, 5, 1).mean(-1).min())  # of any tenth
+            rows.append([f.kind, schedule, times, name, *mean_stderr(final[name]), lowest])
+            if schedule == "constant" and name in PAIRS:
+                claim = f"{f.kind}: {LABELS[name]} does not rise by more than 5% over {times}"
+                checks[f"{claim} horizons"] = float(final[name].mean()) <= 1.05 * lowest
+        if schedule == "cosine" and {"mulo_m", "adamw"} <= final.keys():
+            claim = f"{f.kind}: μLO_M with cosine is level with AdamW with cosine, {times} horizons"
+            checks[claim] = bool(final["mulo_m"].mean() <= 1.02 * final["adamw"].mean())
+        if run in panels:
+            ax, top = axes[panels.index(run)], guess(f.kind) / (2 if f.horizons else 1)
+            title = f"{f.task(f.base)}, {schedule}"
+            report.draw_curves(ax, curves, times, top, xlabel="horizons", title=title)
+            summary.append(f"{f.kind}, {times} horizons, {schedule}: {listing(final)}")
+    axes[0].legend(fontsize=8)
+    return Finding(rows, fig, checks, "; ".join(summary))
+
+
+def coord(suite: Suite, results: Results) -> Finding:
+    """Coordinate check over 500 steps: does a layer's drift depend on width, or on input size?"""
+    optimizers, first = suite.contenders(), suite.families[0]
+    widths = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
+    steps = [t for t in PROBED if t < suite.steps]
+    tests = {(c, "width"): widths for c in optimizers.values()}
+    if "mulo_m" in optimizers and suite.scale == "desk":
+        mine = optimizers["mulo_m"]
+        lo = mine.lo.with_config(input_base=None)
+        without = dataclasses.replace(mine, name="mulo_m without input rule", lo=lo)
+        images = {n: f"{kind}_w{first.base}_d3_b64" for n, kind in IMAGES.items()}
+        tests |= {(c, "input size"): images for c in (mine, without)}
+    jobs = {
+        (c, against): [Job(c, x, suite.steps, seeds=range(3), probe_at=steps) for x in by.values()]
+        for (c, against), by in tests.items()
+    }
+    results.run(chain(*jobs.values()), "coord")
+    rows = [["optimizer", "against", "layer", "mean |slope|", *(f"t={t}" for t in steps)]]
+    (fig, axes), checks, worst_layer = figure(len(tests)), {}, {}
+    for ax, ((c, against), by_size) in zip(axes, tests.items(), strict=True):
+        probed = [results.activations(job) for job in jobs[c, against]]
+        sizes, worst = list(by_size), 0.0
+        for layer in probed[0]:
+            drift = torch.tensor([[change for change, _ in x[layer]] for x in probed]).double()
+            slopes = roles.slope(sizes, drift.T)  # (steps,)
+            mean = float(slopes.abs().mean())
+            rows.append([c.name, against, layer, *(f"{x:.3f}" for x in (mean, *slopes.tolist()))])
+            worst = math.inf if math.isnan(mean) else max(worst, mean)
+            ax.plot(sizes, drift[:, -1], marker="o", label=f"{layer} ({mean:.2f})")
+        name = LABELS.get(c.name, c.name)
+        worst_layer[f"{name} ({against})"] = worst
+        expected = bool(c.rules) and "without" not in c.name
+        claim = f"{name} {'passes' if expected else 'fails'} the coordinate check"
+        checks[f"{claim} in {against}"] = (worst <= 0.1) == expected
+        report.size_axis(ax, sizes)
+        ax.set(xlabel=against, yscale="log", title=f"{name}, {against}: {worst:.2f}")
+        ax.legend(fontsize=7)
+    axes[0].set_ylabel(f"change of pre-activations, step {steps[-1]}")
+    return Finding(rows, fig, checks, f"|slope| in the worst layer: {listing(worst_layer, '.2f')}")
+
+
+def stability(suite: Suite, results: Results) -> Finding:
+    """L1 norms of first-layer pre-activations and logits: a deep net, and a long run."""
+    first, jobs = suite.families[0], {}
+    deepest = first.depths[-1]
+    for title, d, horizons in ((f"{deepest} layers", deepest, 1), ("5 horizons", 3, 5)):
+        task, steps = first.task(first.base, d), horizons * suite.steps
+        at = range(max(1, steps // 25), steps, max(1, steps // 25))
+        optimizers = suite.contenders().values()
+        jobs[title] = [Job(c, task, steps, seeds=range(2), probe_at=at) for c in optimizers]
+    results.run(chain(*jobs.values()), "stability")
+    rows = [["task", "optimizer", "layer", "early", "late"]]
+    (fig, axes), checks, summary = figure(4), {}, []
+    for title, of_title in zip(jobs, (axes[:2], axes[2:]), strict=True):
+        late = {}  # of the first layer
+        for job in jobs[title]:
+            probed, name = results.activations(job), job.optimizer.name
+            layers = list(probed)
+            for ax, layer in zip(of_title, (layers[0], layers[-1]), strict=True):
+                norms = [norm for _, norm in probed[layer]]
+                text, c = LABELS.get(name, name), COLOURS.get(name, "0.4")
+                ax.plot(job.probe_at, norms, label=text, color=c)
+                ax.set(xlabel="step", yscale="log", title=f"{title}: {layer}")
+                rows.append([job.task, name, layer, f"{norms[0]:.4g}", f"{norms[-1]:.4g}"])
+                late.setdefault(name, norms[-1])
+        if {"mulo_m", "lo_m"} <= late.keys():
+            claim = f"{title}: first-layer pre-activations are smaller with μLO_M than LO_M"
+            checks[claim] = late["mulo_m"] < math.inf and not late["lo_m"] <= late["mulo_m"]
+        summary.append(f"mean |first-layer pre-activation|, {title}: {listing(late, '.1f')}")
+    axes[0].set_ylabel("mean |pre-activation|")
+    axes[0].legend(fontsize=7)
+    return Finding(rows, fig, checks, "; ".join(summary))
+
+
+def distribution(suite: Suite, results: Results) -> Finding:
+    """One width in meta-training against three, with μP and without."""
+    first = suite.families[0]
+    widths = [w for w in first.widths if w <= 16 * first.base]
+    sizes = {first: {w: first.task(w) for w in widths}}
+    optimizers = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
+    final, _, fig = sweep(suite, results, optimizers, "width", sizes)
+    rows, checks = [["kind", "optimizer", "width", "loss", "stderr"]], {}
+    for name, by_width in final[first.kind].items():
+        rows += [[first.kind, name, w, *mean_stderr(x)] for w, x in by_width.items()]
+    last = {name: by_width[widths[-1]] for name, by_width in final[first.kind].items()}
+    for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
+        claim = f"{LABELS[a]} is ahead of {LABELS[b]} at width {widths[-1]}"
+        checks[claim] = worse(last[b], last[a])
+    return Finding(rows, fig, checks, f"{first.kind}, width {widths[-1]}: {listing(last)}")
+
+
+def resnet(suite: Suite, results: Results) -> Finding:
+    """Train and test loss of μLO_M and LO_M on ResNets of five widths."""
+    names, jobs = ("mulo_m", "lo_m"), {}
+    for (name, c), task in product(suite.contenders(*names).items(), suite.resnets):
+        job = Job(c, task, suite.steps, seeds=range(SEEDS), test=True)
+        jobs[name, tasks.get(task).width] = job
+    results.run(jobs.values(), "resnet")
+    train = {key: final_loss(results.losses(job)) for key, job in jobs.items()}
+    test = {key: results.losses(job, "test")[-1] for key, job in jobs.items()}
+    rows = [["optimizer", "width", "train loss", "stderr", "test loss", "its stderr"]]
+    rows += [[*key, *mean_stderr(train[key]), *mean_stderr(test[key])] for key in jobs]
+    fig, axes = figure(len(names))
+    for ax, name in zip(axes, names, strict=True):
+        of_name = {w: job for (n, w), job in jobs.items() if n == name}
+        curves = {str(w): results.losses(job) for w, job in of_name.items()}
+        top = 1.2 * math.log(tasks.get(job.task).classes)
+        report.draw_curves(ax, curves, suite.steps, top, title=f"{LABELS[name]} (dashed: test)")
+        for line, job in zip(list(ax.lines), of_name.values(), strict=True):
+            x = results.losses(job, "test").mean(1)
+            ax.plot(torch.linspace(0, suite.steps, len(x)), x, "--", color=line.get_color())
+    axes[0].legend(title="width", fontsize=8)
+    top = list(jobs)[-1][1]
+    summary = f"train loss, width {top}: {listing({name: train[name, top] for name in names})}"
+    return Finding(rows, fig, resnet_checks(train, test), summary)
+
+
+def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict[str, bool]:
+    """From final losses by optimizer and width."""
+    widths, checks = list(dict.fromkeys(w for _, w in train)), {}
+    for name in ("mulo_m", "lo_m"):
+        gaps = [float((test[name, w].mean() / train[name, w].mean() - 1).abs()) for w in widths]
+        claim = f"{LABELS[name]}: at every width, the test loss is within 10% of the train loss"
+        checks[claim] = all(gap <= 0.1 for gap in gaps)  # in the paper it is within 8%
+        for split, losses in (("train", train), ("test", test)):
+            claim = f"{LABELS[name]}: the {split} loss falls with width, within the standard error"
+            checks[claim] = falls([losses[name, w] for w in widths])
+    for split, losses in (("train", train), ("test", test)):
+        claim = f"μLO_M is ahead of LO_M at every width in {split} loss"
+        checks[claim] = all(worse(losses["lo_m", w], losses["mulo_m", w]) for w in widths)
+    return checks
+
+
+ENTRANTS = [  # optimizer, schedule; muon runs on MLPs of width 64 only, so it has no rank
+    ("mulo_m", "constant"), ("mulo_m", "cosine2"), ("adamw", "constant"), ("muadam", "constant"),
+    ("adamw_default", "constant"), ("adamw_oracle", "cosine"), ("muon", "constant"),
+]  # fmt: skip
+
+
+def transfer(suite: Suite, results: Results) -> Finding:
+    """Untuned on other data sets, input sizes and models, against AdamW of several kinds."""
+    optimizers, jobs = suite.contenders(*dict(ENTRANTS)), {}
+    for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
+        for w in widths:
+            if optimizer != "muon" or (w <= 64 and "mlp" in name):
+                task, c = name.format(w), optimizers[optimizer]
+                jobs[task, optimizer, schedule] = Job(c, task, suite.steps, schedule, range(SEEDS))
+    results.run(jobs.values(), "transfer")
+    final = {}
+    for (task, *entrant), job in jobs.items():
+        bound = guess(tasks.get(task).kind)
+        loss = final_loss(results.losses(job)).nan_to_num(bound).clamp_max(bound)
+        final.setdefault(task, {})[tuple(entrant)] = loss
+    rows = [["task", "optimizer", "schedule", "loss", "stderr"]]
+    for task, losses in final.items():
+        rows += [[task, *entrant, *mean_stderr(x)] for entrant, x in losses.items()]
+    means = [{e: float(x.mean()) for e, x in losses.items()} for losses in final.values()]
+
+    def average_ranks(entrants: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
+        ranks = torch.stack([report.ranked(torch.tensor([x[e] for e in entrants])) for x in means])
+        return dict(zip(entrants, ranks.mean(0).tolist(), strict=True))
+
+    everyone = average_ranks(ENTRANTS[:-1])
+    constant = average_ranks([e for e in ENTRANTS[:-1] if e[1] == "constant"])
+    oracle, mine = ("adamw_oracle", "cosine"), ("mulo_m", "constant")
+    checks, claim = {}, "μLO_M, untuned, has a better average rank than"
+    for name, title in evaluate.BASELINES.items():
+        checks[f"{claim} {title} tuned at one width"] = constant[mine] < constant[name, "constant"]
+    ratios = [math.log(x["mulo_m", "cosine2"] / x[oracle]) for x in means]
+    nowhere = all(x[mine] <= x["adamw_default", "constant"] for x in means)
+    checks["μLO_M, untuned, is nowhere behind AdamW at its default rate"] = nowhere
+    claim = "μLO_M with a cosine is ahead of AdamW with a cosine retuned at every width, on average"
+    checks[claim] = fmean(ratios) < 0
+    fig, [ax] = figure(1)
+    values = {LABELS[x] + " + cosine" * (s != "constant"): y for (x, s), y in everyone.items()}
+    order = sorted(values, key=values.get, reverse=True)
+    ax.barh(order, [values[name] for name in order])
+    ax.set(xlabel="average rank", title=f"{len(final)} tasks")
+    return Finding(rows, fig, checks, f"average rank: {listing(values, '.2f')}")
+
+
+# ---------------------------------------------------------------- ablations
+
+EPSILONS = ("base", "eps_rms 0", "relative epsilons")  # these also on the widest net
+TIME = {  # after the meta-trained horizon: schedule, changes to the config
+    "as shipped; cosine": ("cosine", {}),
+    "as shipped; constant": ("constant", {}),
+    "no annealing; constant": ("constant", {"anneal": 0.0}),
+    "no annealing, no t_max; constant": ("constant", {"anneal": 0.0, "t_max": None}),
+}
+
+
+def ablate(suite: Suite, results: Results) -> Finding:
+    """Meta-training's numbers, epsilons, single μP rules, t_max and a schedule."""
+    meta, first = variants.load(results, suite.scale), suite.families[0]
+    (*widths, widest), shipped = suite.ablate_widths, suite.contenders("mulo_m")["mulo_m"]
+    rules = {"all rules": [shipped]}
+    for rule in roles.ALL:
+        name, rest = f"without {rule}", tuple(x for x in roles.ALL if x != rule)
+        rules[name] = [dataclasses.replace(shipped, name=f"mulo_m {name}", rules=rest)]
+    numbers = {name: c for name, c in meta.items() if name not in EPSILONS[1:]}
+    epsilons, jobs = {name: meta[name] for name in EPSILONS}, {}
+    parts = {"meta-training": numbers, "epsilons": epsilons, "μP rules": rules}
+
+    def add(key: tuple, optimizers: list[Contender], times: int = 1, schedule: str = "constant"):
+        seeds, task = range(1 if key[2] >= 1024 else 2), first.task(key[2])
+        jobs[key] = [Job(c, task, times * suite.steps, schedule, seeds) for c in optimizers]
+
+    for part, by_name in parts.items():
+        for name, optimizers in by_name.items():
+            for w in widths:
+                add((part, name, w), optimizers)
+            if name in EPSILONS:
+                add((part, name, widest), optimizers[:1])
+    for name, (schedule, config) in TIME.items():
+        title = f"mulo_m, {name.split(';')[0]}" if config else "mulo_m"
+        c = dataclasses.replace(shipped, name=title, lo=shipped.lo.with_config(**config))
+        add(("time", name, first.base), [c], 5, schedule)
+    results.run(chain(*jobs.values()), "ablate")
+    final = {k: torch.cat([final_loss(results.losses(x)) for x in y]) for k, y in jobs.items()}
+    rows = [["part", "variant", "width", "horizons", "loss", "stderr", "nets"]]
+    rows += [[*k, 5 if k[0] == "time" else 1, *mean_stderr(x), len(x)] for k, x in final.items()]
+    (fig, axes), loss = figure(3), {key: float(x.mean()) for key, x in final.items()}
+    for ax, (part, names) in zip(axes, parts.items(), strict=True):
+        seen = [x for (p, *_), x in loss.items() if p == part and x < guess(first.kind)]
+        top = 1.05 * max(seen, default=guess(first.kind))  # divergence is off the scale
+        by_name = {
+            n: {w: x for (p, m, w), x in final.items() if (p, m) == (part, n)} for n in names
+        }
+        report.draw_final(ax, by_name, top, "width", part)
+        ax.legend(fontsize=7)
+    top = {
+        name: loss["epsilons" if name in EPSILONS else "meta-training", name, widths[-1]]
+        for name in meta
+    }
+    summary = f"variants of mulo_s, width {widths[-1]}: {listing(top)}"
+    return Finding(rows, fig, ablation_checks(suite, loss), summary)
+
+
+def ablation_checks(suite: Suite, loss: dict[tuple[str, str, int], float]) -> dict[str, bool]:
+    """From mean final losses by part, variant and width."""
+    top, widest = suite.ablate_widths[-2:]
+    base = loss["epsilons", "base", top]
+    cosine, constant, free, unbounded = (loss["time", x, suite.families[0].base] for x in TIME)
+    relative, reference = (loss["epsilons", x, widest] for x in ("relative epsilons", "base"))
+    others = [loss["meta-training", x, top] for x in ("lam1 0.001", "lam1 0.1")]
+    checks = {
+        "λ1 = 0.01 is ahead of 0.001 and 0.1": not any(x <= base for x in others),
+        "t_max helps beyond the horizon": free <= unbounded,
+        "annealing helps beyond the horizon": constant <= free,
+        "a cosine schedule helps beyond the horizon": cosine <= constant,
+        "relative epsilons are ahead of the reference's on the widest net": relative <= reference,
+    }
+    for rule in roles.ALL:
+        without, full = (loss["μP rules", x, top] for x in (f"without {rule}", "all rules"))
+        checks[f"without the rule on {rule} a net {top} wide ends worse"] = not without <= full
+    return checks
+
+
+# ---------------------------------------------------------------- command line
+
+EXPERIMENTS = {
+    "width": width, "rank": rank, "distribution": distribution, "depth": depth, "horizon": horizon,
+    "transfer": transfer, "resnet": resnet, "coord": coord, "stability": stability,
+    "ablate": ablate,
+}  # fmt: skip
+
+
+def tune(suite: Suite, results: Results) -> None:
+    """Tune the learning rates of baselines that have no tuned values yet."""
+    runs = [(f.task(f.base), suite.steps, "constant") for f in suite.families]
+    for f in suite.families:
+        runs += [(f.task(f.base), n * suite.steps, "cosine") for n in f.horizons]
+    runs += [(name.format(w[0]), suite.steps, "constant") for name, w in TRANSFER.items()]
+    tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
+    for name, widths in TRANSFER.items():
+        tunings += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
+        tunings += [Tuning("muon", name.format(widths[0]), suite.steps)] * ("mlp" in name)
+    missing = [tuning for tuning in tunings if not evaluate.best(*tuning.key())]
+    for tuning, values in results.execute(missing, "tuning"):
+        evaluate.remember(values, *tuning.key())
+
+
+def main() -> None:
+    texts = [f"{name}: {f.__doc__.splitlines()[0]}" for name, f in EXPERIMENTS.items()]
+    texts += [f"tune: {tune.__doc__}", "all: All experiments, README's picture and RESULTS.md."]
+    parser = argparse.ArgumentParser(description="The paper's experiments and ours.")
+    choices = [*EXPERIMENTS, "all", "tune"]
+    parser.add_argument("experiment", choices=choices, help=" ".join(texts))
+    flags = "--scale --optimizers --out --fresh --processes --at-once --device --backend"
+    for flag in flags.split():
+        parser.add_argument(flag, **evaluate.FLAGS[flag])
+    args = parser.parse_args()
+    with evaluate.one_sentence("paper.py"):
+        device, sentence = kernels.pick_device(args.device)
+        print(sentence)
+        suite = SUITES[args.scale]
+        out = args.out or Path("results" if args.scale == "desk" else f"results_{args.scale}")
+        if args.optimizers:
+            suite = dataclasses.replace(suite, optimizers=tuple(args.optimizers))
+        results = Results(out, device, args.processes, args.fresh, args.backend, args.at_once)
+        if args.experiment == "tune":
+            return tune(suite, results)
+        findings = {}
+        for name in EXPERIMENTS if args.experiment == "all" else [args.experiment]:
+            finding = findings[name] = EXPERIMENTS[name](suite, results)
+            report.write_finding(finding, name, out)
+            print(f"{name}: {finding.summary}.")
+            for claim, holds in finding.checks.items():
+                print("yes" if holds else "NO ", claim)
+        if args.experiment == "all":
+            page = Path("RESULTS.md") if out == Path("results") else out / "RESULTS.md"
+            report.write_results(findings, out, page, suite.scale)
+            picture, widest = out / "picture.png", suite.families[0].base
+            report.draw_picture(findings["width"], findings["coord"], widest, picture)
+        read = len(results.requested - results.trained)
+        print(f"{read} of {len(results.requested)} results were read from {out}: --fresh retrains.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Statistics and figures of the experiments in paper.py, and RESULTS.md, written from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from mulo import tasks
+from mulo.checkpoints import write_atomically
+from mulo.evaluate import BASELINES, MORE_BASELINES, mean_stderr, write_table
+
+LABELS = {
+    "mulo_m": "μLO_M", "mulo_s": "μLO_S", "muvelo_m": "μVeLO_M", "lo_m": "LO_M", "lo_s": "LO_S",
+    "velo_m": "VeLO_M", **BASELINES, **MORE_BASELINES,
+    "mulo_m without input rule": "μLO_M without input rule",
+}  # fmt: skip
+COLOURS = {name: f"C{k}" for k, name in enumerate(LABELS)}  # the same in all figures
+
+
+@dataclasses.dataclass
+class Finding:
+    """What an experiment finds."""
+
+    rows: list[list]  # the table, its head first
+    figure: Figure
+    checks: dict[str, bool]  # claim: whether it holds
+    summary: str
+
+
+def listing(values: dict[str, float | Tensor], digits: str = ".3f") -> str:
+    """Means by optimizer as text, best first."""
+    means = {LABELS.get(name, name): float(torch.as_tensor(x).mean()) for name, x in values.items()}
+    order = sorted(means, key=lambda name: (math.isnan(means[name]), means[name]))
+    texts = {x: f"{means[x]:{digits if means[x] < 100 else '.0e'}}" for x in order}
+    return ", ".join(f"{x} {text.replace('nan', 'diverged')}" for x, text in texts.items())
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def guess(kind: str) -> float:
+    """The loss of guessing."""
+    return math.log(tasks.get(f"{kind}_w8_d3").classes)
+
+
+def falls(losses: list[Tensor], paired: bool = False) -> bool:
+    """Whether losses fall: nowhere up by more than the standard error, and down overall.
+
+    Nets of one seed see the same batches, so the error of their differences (paired) is smaller
+    than that of two means, and the check is stricter.
+    """
+    for a, b in pairwise(losses):
+        (before, s), (now, t) = mean_stderr(a), mean_stderr(b)
+        if not now <= before + (mean_stderr(b - a)[1] if paired else math.hypot(s, t)):
+            return False
+    return bool(losses[-1].mean() < losses[0].mean())
+
+
+def stopped(losses: list[Tensor]) -> bool:
+    """Whether the last is not better than the best before it by more than the standard error."""
+    *before, (mean, error) = map(mean_stderr, losses)
+    lowest = min((x for x in before if not math.isnan(x[0])), default=(math.inf, 0.0))
+    return not mean < lowest[0] - math.hypot(error, lowest[1])
+
+
+def worse(a: Tensor, b: Tensor) -> bool:
+    """Whether the mean loss a is above b; divergence is above all."""
+    return not float(a.nan_to_num(math.inf).mean()) <= float(b.nan_to_num(math.inf).mean())
+
+
+def ranked(x: Tensor) -> Tensor:
+    """Ranks from 1; ties share their mean rank."""
+    return 1 + (x < x[:, None]).sum(1) + ((x == x[:, None]).sum(1) - 1) / 2
+
+
+# ---------------------------------------------------------------- figures
+
+
+def figure(panels: int) -> tuple[Figure, list]:
+    """A figure and its axes, at most four in a row."""
+    columns = min(panels, 4)
+    rows = math.ceil(panels / columns)
+    fig = Figure(figsize=(4.4 * columns, 3.6 * rows), layout="constrained")
+    return fig, [fig.add_subplot(rows, columns, k + 1) for k in range(panels)]
+
+
+def size_axis(ax, sizes: list[int]) -> None:
+    """Make the x axis logarithmic, with the sizes themselves as ticks."""
+    ax.set_xscale("log")
+    ax.set_xticks(sizes, [str(n) for n in sizes])
+    ax.minorticks_off()
+
+
+def limit_loss(ax, top: float) -> None:
+    """End the y axis at `top`, so that divergence is off the scale."""
+    low = min((y for line in ax.lines for y in line.get_ydata() if y < top), default=0.0)
+    ax.set_ylim(low - 0.05 * (top - low), top)
+
+
+def draw_final(
+    ax, losses: dict[str, dict[int, Tensor]], top: float, xlabel: str, title: str
+) -> None:
+    """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
+    for k, (name, by_size) in enumerate(losses.items()):
+        sizes, c = list(by_size), COLOURS.get(name, f"C{k}")
+        means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
+        ax.errorbar(
+            sizes, means, errors, marker="o", ms=4, capsize=2, label=LABELS.get(name, name), color=c
+        )
+        diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
+        ax.plot(diverged, [(0.98 - 0.02 * k) * top] * len(diverged), "x", color=c)
+    size_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
+    ax.set(xlabel=xlabel, ylabel="final loss", title=title)
+    limit_loss(ax, top)
+
+
+def draw_curves(ax, curves: dict[str, Tensor], until: float, top: float, **settings) -> None:
+    """Draw mean training curves over seeds; the last point is at `until`."""
+    for k, (name, losses) in enumerate(curves.items()):
+        times = torch.arange(1, len(losses) + 1) * until / len(losses)
+        ax.plot(
+            times,
+            losses.mean(1),
+            label=LABELS.get(name, name),
+            color=COLOURS.get(name, f"C{9 - k}"),
+        )
+    ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
+    limit_loss(ax, top)
+
+
+def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> None:
+    """Draw README's picture; `widest` is the width of the widest net in meta-training."""
+    fig, (left, right) = figure(2)
+    kind = width.rows[1][0]
+    for name in ("mulo_m", "lo_m", "adamw", "muadam"):
+        rows = [row for row in width.rows if row[:2] == [kind, name]]
+        widths, *values = ([row[k] for row in rows] for k in (2, 3, 4))  # loss, stderr
+        style = "-" if name.endswith("_m") else "--"
+        left.errorbar(
+            widths, *values, capsize=2, label=LABELS.get(name, name), color=COLOURS[name], ls=style
+        )
+    left.axvspan(left.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
+    size_axis(left, widths)
+    left.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
+    left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
+    left.minorticks_off()
+    left.set_title(f"{kind}: wider than meta-trained")
+    left.legend(fontsize=8)
+    rows = [row for row in coord.rows if row[1] == "width"]
+    names = list(dict.fromkeys(row[0] for row in rows))
+    for x, name in enumerate(names):
+        slopes = [min(float(row[3]), 2.0) for row in rows if row[0] == name]
+        places = [x + 0.8 * (k + 0.5) / len(slopes) - 0.4 for k in range(len(slopes))]
+        right.bar(places, slopes, 0.7 / len(slopes), color=COLOURS[name])
+    right.axhline(0.1, color="k", lw=0.8, ls=":")
+    right.set_xticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8)
+    right.set(ylabel="|slope| of log drift over log width")
+    right.set_title("Coordinate check (one bar per layer)")
+    write_atomically(path, lambda file: fig.savefig(file, dpi=120))
+
+
+# ---------------------------------------------------------------- tables and RESULTS.md
+
+CLAIMS = {  # experiment: title, what the paper says
+    "width": ("Wider nets", """
+The final loss of μLOs falls with width far beyond the widths of meta-training; LOs in SP stop
+improving or diverge (figures 3 and 4)."""),
+    "rank": ("Average rank", """
+At widths from 2048 (Large) to 8192 (XXL), μLO_M and μVeLO_M have the two best average ranks (1.2 to
+2.6); VeLO_M and LO_M have the worst (4.0 to 6.0) (table 1)."""),
+    "distribution": ("Meta-training on one width or on three", """
+μLO_M, meta-trained on three widths, generalizes better than μLO_S, meta-trained on one, and both
+better than LOs in SP (figure 3)."""),
+    "depth": ("Deeper nets", """
+At 16 layers μLO_M and μVeLO_M train stably and generally outperform LO_M and VeLO_M; on the deep
+MLP, LO_M diverges at once (figure 5)."""),
+    "horizon": ("Longer training", """
+Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop
+improving or diverge (figure 6). The runs under a cosine schedule (1 to 0.1) are not in the paper;
+at a constant rate μLO_M and LO_M anneal beyond their horizon as 1/√t."""),
+    "transfer": ("Other data sets, input sizes and models", """
+Not in the paper. μLO_M runs untuned, at a constant rate and under a cosine from 2 to 0.2; AdamW at
+its default rate, with its rate tuned at each task's smallest width, and under a cosine with its
+rate tuned at every width."""),
+    "resnet": ("ResNets, train and test loss", """
+At every width from 128 to 2048 μLO_M ends below LO_M in train loss and in test loss, which is
+within 8% of the train loss (appendix)."""),
+    "coord": ("Coordinate check", """
+Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
+grows with width (figure 2, appendix). The check against the input size is not in the paper."""),
+    "stability": ("Stable activations", """
+In a deep net first-layer pre-activations stay stable with μLO_M and grow with LO_M (appendix)."""),
+    "ablate": ("Ablations", """
+Among rates, λ1, steps and perturbations, the default recipe with λ1 = 0.01 is one of the best for
+μLO_S (appendix). Epsilons, single μP rules and what happens beyond the horizon are not in the
+paper. Variants are of an earlier desk recipe (400 outer steps, batches of 64)."""),
+}  # fmt: skip
+ABOUT = {  # scale: what is tested
+    "desk": """\
+The shipped optimizers ([weights](weights/README.md)) were meta-trained for 500 steps on MLPs of
+widths 16, 32 and 64 on 8x8 Fashion-MNIST. They are tested on MLPs on that data (fashion8_mlp) and
+on the labels of a random teacher (teacher_mlp), on ViTs (fashion_vit, 14x14), on transformers that
+predict pixels (pixels_lm), and on ResNets (fashion_resnet, 14x14; 8,000 images to train on, 2,000
+for the test loss). In the table of ranks MLPs are 128, 256 and 512 wide, transformers 32, 64, 128.
+
+AdamW and μAdam are tuned over the paper's grids (504 and 512 configurations) on fashion8_mlp and
+teacher_mlp; elsewhere, and under a cosine schedule, only their rates are. MLPs and ResNets have 5
+seeds (coordinate check 3, activations 2, ablations 1 or 2), transformers 3 (ranks and long runs 2).
+The paper's own sizes (`--scale paper`) have not been run.""",
+    "paper": "The optimizers given by `--optimizers`, on tasks of the paper's sizes.",
+}
+HEAD = """\
+# Results
+
+Written by `python paper.py {command}` from the losses in [{link}]({link}).
+
+{about}
+
+Nets of all widths and optimizers see the same batches. Final loss: mean training loss over the last
+tenth of a run; errors are standard errors over seeds.
+
+| experiment | here | checks that hold |
+|---|---|---|
+"""
+
+
+def write_finding(finding: Finding, name: str, folder: Path) -> None:
+    """Write an experiment's table and its figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [[f"{x:.4f}" if isinstance(x, float) else x for x in row] for row in finding.rows]
+    write_table(folder / f"{name}.csv", rows)
+    path = folder / f"{name}.png"
+    write_atomically(path, lambda file: finding.figure.savefig(file, dpi=120))
+
+
+def write_results(findings: dict[str, Finding], folder: Path, path: Path, scale: str) -> None:
+    """Write RESULTS.md."""
+    link, overview, sections = os.path.relpath(folder, path.parent), [], []
+    for name, finding in findings.items():
+        title, claim = CLAIMS[name]
+        anchor = "".join(x for x in title.lower() if x.isalnum() or x in " -").replace(" ", "-")
+        failed = [f"- {claim}" for claim, holds in finding.checks.items() if not holds]
+        held = f"{len(finding.checks) - len(failed)} of {len(finding.checks)}"
+        summary = finding.summary.partition(";")[0].replace("|", "\\|")
+        overview.append(f"| [{title}](#{anchor}) | {summary} | {held} |")
+        here = (
+            f"**Here** (`python paper.py {name}`, [table]({link}/{name}.csv)). {held} checks hold"
+        )
+        here += "; these fail:" if failed else "."
+        sections += ["", f"## {title}", "", f"**Paper.** {claim.strip()}", "", here, "", *failed]
+        sections += [*[""] * bool(failed), f"![{title}]({link}/{name}.png)"]
+    command = "all" if scale == "desk" else f"all --scale {scale}"
+    head = HEAD.format(command=command, link=link, about=ABOUT[scale])
+    write_atomically(path, head + "\n".join([*overview, *sections, ""]))
+
+
+if __name__ == "__main__":
+    raise SystemExit("report.py is a module, not a command: run `python paper.py all`.")

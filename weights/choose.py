@@ -1,0 +1,130 @@
+"""Validate meta-trained optimizers, choose among their seeds what is shipped, and record it.
+
+    python weights/choose.py runs/*/lo.pt                           # validation losses
+    python weights/choose.py runs/mulo_m_desk_seed* --ship mulo_m   # the best of these
+
+The best of several meta-training seeds is chosen by its final losses on tasks that no evaluation
+uses. It goes into weights/ with the record of all of them, from which weights/README.md is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+from statistics import geometric_mean
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import mulo
+from mulo import checkpoints, kernels, tasks
+from mulo.evaluate import one_sentence, schedule_of
+from mulo.training import final_loss, train, with_rules
+
+VALIDATION = (  # task, steps, schedule: only for choosing among recipes and meta-training seeds
+    ("fashion8_mlp_w96_d2", 500, "constant"), ("fashion8_mlp_w96_d2", 2500, "constant"),
+    ("fashion8_mlp_w96_d2", 12_500, "cosine"), ("fashion8_mlp_w192_d4", 500, "constant"),
+    ("teacherv_mlp_w48_d3", 500, "constant"), ("teacherv_mlp_w48_d3", 500, "cosine"),
+    ("fashion14_mlp_w48_d4", 500, "cosine"), ("fashion14_mlp_w512_d3", 500, "constant"),
+)  # fmt: skip
+SEEDS = [7001, 7002]
+
+
+def validate(path: Path, device: str = "cpu") -> dict[str, float]:
+    """Final losses on the validation tasks; divergence counts as the task's loss bound."""
+    lo, recipe, scores = mulo.load(path), checkpoints.about(path).get("recipe"), {}
+    if recipe is None or recipe["scale"] != "desk":
+        raise ValueError(f"{path} was not meta-trained at desk scale, so it cannot be validated.")
+    for name, steps, schedule in VALIDATION:
+        task, rate = with_rules(tasks.get(name), recipe["mup"]), schedule_of(schedule, steps)
+        losses = final_loss(train(task, lo, steps, SEEDS, schedule=rate, device=device))
+        losses = losses.nan_to_num(nan=task.loss_bound).clamp_max(task.loss_bound)
+        scores[f"{name}, {steps} steps, {schedule}"] = float(losses.mean())
+    return scores
+
+
+def choose(name: str, paths: list[Path], device: str = "cpu") -> Path:
+    """Put the best of several meta-training runs into weights/, with the record of all of them."""
+    runs = []
+    for path in paths:
+        about = checkpoints.about(path)
+        if about["recipe"]["name"] != name:
+            made = about["recipe"]["name"]
+            raise ValueError(f"{path} is a run of {made}, not of {name}: leave it out.")
+        scores = validate(path, device)
+        runs.append({
+            "seed": about["recipe"]["seed"], "validation": geometric_mean(scores.values()),
+            "scores": scores, "meta_loss": about["meta_loss"], "minutes": about["minutes"],
+            "commit": about["commit"], "sha256_of_run": sha256(path), "command": about["command"],
+        })  # fmt: skip
+        print(
+            f"{path}: validation {runs[-1]['validation']:.4f}, meta-loss {about['meta_loss']:.4f}"
+        )
+    best = min(range(len(runs)), key=lambda k: runs[k]["validation"])
+    target = checkpoints.SHIPPED / f"{name}.pt"
+    about = checkpoints.about(paths[best]) | {"chosen_among": json.dumps(runs)}
+    mulo.save(mulo.load(paths[best]), target, **about)
+    write_record()
+    return target
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+RECORD = """\
+# Shipped learned optimizers
+
+`mulo.load("mulo_m")` loads `mulo_m.pt`, and so on. `python weights/choose.py` wrote this file. It
+chose each optimizer among the meta-training seeds below by its validation loss: the geometric mean
+of final losses after 500, 2,500 and 12,500 steps on tasks that no evaluation uses (`VALIDATION` in
+choose.py). `anneal` in the config shrinks updates beyond the horizon of meta-training (500 steps),
+so it matters in validation but not in meta-training. Meta-loss is the mean of the last 20 outer
+steps.
+
+| name | seed | | validation | meta-loss | minutes | commit | command |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def write_record() -> None:
+    """Write weights/README.md from the records in the files."""
+    lines, digests = [], []
+    for path in sorted(checkpoints.SHIPPED.glob("*.pt")):
+        about = checkpoints.about(path)
+        if "chosen_among" not in about:
+            continue
+        digests.append(f"{sha256(path)}  {path.name}")
+        for run in sorted(json.loads(about["chosen_among"]), key=lambda run: run["seed"]):
+            mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
+            lines.append(
+                f"| {path.stem} | {run['seed']} | {mark} | {run['validation']:.4f} | "
+                f"{run['meta_loss']:.4f} | {run['minutes']:.1f} | {run['commit']} | "
+                f"`{run['command']}` |"
+            )
+    end = ["", "SHA-256 of the files:", "", "```text", *digests, "```", ""]
+    write = checkpoints.write_atomically
+    write(checkpoints.SHIPPED / "README.md", RECORD + "\n".join([*lines, *end]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Validate runs, and choose what is shipped.")
+    parser.add_argument("runs", type=Path, nargs="+", help="lo.pt of runs, or their folders")
+    parser.add_argument("--ship", metavar="RECIPE", help="put the best into weights/")
+    parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
+    args = parser.parse_args()
+    with one_sentence("choose.py"):
+        device, sentence = kernels.pick_device(args.device)
+        print(sentence)
+        paths = [path / "lo.pt" if path.is_dir() else path for path in args.runs]
+        if args.ship:
+            print(f"chosen: {choose(args.ship, paths, device)}")
+        else:
+            for path in paths:
+                scores = validate(path, device)
+                print(f"{path}: {geometric_mean(scores.values()):.4f}  {scores}")
+
+
+if __name__ == "__main__":
+    main()
