@@ -273,4 +273,4 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 # ```
 #
 # `examples/own_task.py` does, for a regression. `python examples/own_task.py` meta-trains on it;
-# with `evaluate task sines_w64_d3 --who mulo_m adamw_default` it compares optimizers.
+# with `evaluate task sines_w64_d3 --optimizers mulo_m adamw_default` it compares optimizers.

@@ -426,7 +426,7 @@ def test_own_task_on_the_command_line(tmp_path, no_kinds, monkeypatch):
         monkeypatch.setattr(sys, "argv", [str(OWN), *line.split(), "--no-picture"])
         runpy.run_path(str(OWN), run_name="__main__")
     assert len((tmp_path / "run" / "log.csv").read_text().splitlines()) == 4
-    flags = "--who run adamw_default --steps 5 --seeds 1 --processes 2 --out results"
+    flags = "--optimizers run adamw_default --steps 5 --seeds 1 --processes 2 --out results"
     command = [sys.executable, OWN, "evaluate", "task", "sines_w8_d3", "sines_w16_d3"]
     done = subprocess.run([*command, *flags.split()], capture_output=True, text=True)
     losses = re.findall(r"sines_w\d+_d3 +(\S+) +(\S+)", done.stdout)
