@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mulo
-from mulo import LO, LOConfig, checkpoints, features, roles
+from mulo import LO, LOConfig, checkpoints, features, kernels, roles
 from mulo.features import Accumulators, LossBuffer, Rates
 from mulo.kernels import folded
 
@@ -320,12 +320,20 @@ def checked(folder: Path, name: str, config: dict) -> Path:
     return path
 
 
-def open_graphs(path: str | Path) -> dict[str, Callable]:
-    """The graphs in a file of any format, by name, as functions from tensors to tensors."""
+def open_graphs(path: str | Path, device: str = "cpu") -> dict[str, Callable]:
+    """The graphs in a file of any format, by name, as functions from tensors to tensors.
+
+    ONNX graphs run on the device, the others on the CPU.
+    """
     path, extra = Path(path), {"mulo.json": ""}
     with warnings.catch_warnings(action="ignore"):
         if path.suffix == ".onnx":
-            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            index = {"use_tf32": "0", "device_id": device.partition(":")[2] or "0"}
+            cuda = device.startswith("cuda")
+            provider = ("CUDAExecutionProvider", index) if cuda else "CPUExecutionProvider"
+            session = onnxruntime.InferenceSession(path, providers=[provider])
+            if cuda and session.get_providers()[0] != provider[0]:  # it fell back to the CPU
+                raise RuntimeError("onnxruntime cannot use CUDA here: pass --device cpu.")
             extra["mulo.json"] = session.get_modelmeta().custom_metadata_map.get("mulo", "")
             run = partial(run_onnx, session)
         elif path.suffix == ".pt2":
@@ -389,7 +397,7 @@ def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[flo
 
 
 @torch.no_grad()
-def verify(path: Path, config: dict) -> None:
+def verify(path: Path, config: dict, device: str = "cpu") -> None:
     """Compare every file that a .json lists with its graph in float64; raise if one is off."""
     name, ignored = config["name"], {"torch": "", "contract": {}, "sha256": {}}
     lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
@@ -397,7 +405,7 @@ def verify(path: Path, config: dict) -> None:
         raise ValueError(f"{path} does not describe {name}.pt: export it again.")
     runs = {kind: {} for kind in kinds(lo.config)}
     for file in list(config["sha256"])[1:]:  # the first is the .pt
-        for kind, run in open_graphs(checked(path.parent, file, config)).items():
+        for kind, run in open_graphs(checked(path.parent, file, config), device).items():
             runs[kind][file] = run
     print(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
     for kind, files in runs.items():
@@ -412,22 +420,26 @@ def verify(path: Path, config: dict) -> None:
 
 
 def main() -> None:
-    about = "Write a learned optimizer for other runtimes, and check the files on the CPU."
+    about = "Write a learned optimizer for other runtimes, and check the files."
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("lo", nargs="?", help="a shipped name, such as mulo_m, or a file's path")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     parser.add_argument("--verify", metavar="DIR", help="only check the files in this folder")
+    where = f"where ONNX files are checked: {kernels.DEVICE_HELP}"
+    parser.add_argument("--device", default="auto", help=where)
     args = parser.parse_args()
     if bool(args.lo) == bool(args.verify):
         parser.error("give a learned optimizer to export, or --verify DIR")
     try:
+        device, sentence = kernels.pick_device(args.device)
+        print(sentence)
         if args.lo:
             source = checkpoints.find(args.lo)  # a run's is called lo.pt: name it by its folder
             name = source.parent.resolve().name if source.stem == "lo" else source.stem
             lo, about = checkpoints.load(source), checkpoints.about(source)
         written = sidecars(args.verify or write(lo, args.out, name, about=about))
         for file, config in written:
-            verify(file, config)
+            verify(file, config, device)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"export.py: {error}")
     print(f"{written[-1][0]}: every file agrees with the float64 step within {TOLERANCE:g}.")

@@ -2,7 +2,7 @@
 
 python examples/own_task.py                         # meta-train on it; takes metatrain.py's flags
 python examples/own_task.py evaluate tune sines     # tune the baselines; then compare:
-python examples/own_task.py evaluate task sines_w256_d3 --optimizers runs/mulo_m_desk_seed0 mulo_m adamw
+python examples/own_task.py evaluate task sines_w256_d3 --optimizers mulo_m adamw
 """
 
 import sys
