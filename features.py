@@ -250,7 +250,7 @@ def feature_names(kind: str) -> tuple[str, ...]:
 
 
 class Epsilons(NamedTuple):
-    """Per tensor, (S, 1, ...) or a number: the units of V, r, c, and what is added under roots."""
+    """Per tensor, (S, 1, ...) or a number: units of V, r and c, and epsilons under the roots."""
 
     unit_V: Tensor | None  # V is divided by this before the network sees it
     unit_r: Tensor | None  # so are r and c

@@ -94,7 +94,7 @@ class LO(nn.Module):
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def with_config(self, **fields) -> LO:
-        """Copy it, with some fields of the config replaced."""
+        """Return a copy with these fields of the config replaced."""
         new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
         new.load_state_dict(self.state_dict())
         new.mup = self.mup

@@ -210,31 +210,30 @@ def step_(
     by_tensor = packed.stride(1) if packed.ndim == 3 else 0
     places = by_net * np.arange(P) + by_tensor * np.array(index)[:, None]
     table["net"] = packed.data_ptr() + 4 * places
-    values = torch.stack(numbers, 0)  # (4, P, T)
-    if T < values.shape[2]:
-        values = torch.stack([values[..., k] for k in index], -1)
-    values = values.transpose(1, 2).reshape(4, -1)  # as the rows are ordered
-    bad = LAUNCH[values.device.type](config, table.reshape(-1), values)
+    bad = LAUNCH[packed.device.type](config, table, numbers, index)
     for n, p in wide.items():
         params[n].copy_(p)
     torch.autograd.graph.increment_version(params)  # autograd cannot see writes by address
     return bad
 
 
-def launch_cpu(config, rows: np.ndarray, values: Tensor) -> int:
-    for name, x in zip(("t", "scale", "decay", "eps"), values.numpy(), strict=True):
-        rows[name] = x
+def launch_cpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) -> int:
+    for name, x in zip(ROW.names[-4:], numbers, strict=True):
+        table[name] = x.numpy().T[index]  # (T, P)
     fields = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
     flags = config.eps == "relative", config.spec != "paper"
     settings = (ctypes.c_float * 7)(*fields, *flags)  # `struct Settings` of cpu.cpp
     step = library(config.hidden_size, config.hidden_layers, config.num_features).step
-    return step(rows.ctypes, len(rows), settings, torch.get_num_threads())
+    return step(table.ctypes, table.size, settings, torch.get_num_threads())
 
 
-def launch_gpu(config, rows: np.ndarray, values: Tensor) -> Tensor:
+def launch_gpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) -> Tensor:
     from mulo.kernels import gpu  # imports triton, which is optional
 
-    return gpu.step_(config, rows, values)
+    values = torch.stack(numbers)  # (4, P, T)
+    if len(index) < values.shape[2]:  # a list index would sync
+        values = torch.stack([values[..., k] for k in index], -1)
+    return gpu.step_(config, table.reshape(-1), values.mT.flatten(1))
 
 
 LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}

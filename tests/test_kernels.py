@@ -373,8 +373,9 @@ def test_a_cache_that_cannot_be_written(fresh, monkeypatch):
 
 
 def test_a_kernel_that_gives_nan_is_not_used(unchecked, monkeypatch):
-    def broken(config, rows, values):
-        return launch(config, rows, torch.full_like(values, torch.nan))
+    def broken(config, table, numbers, index):
+        numbers = numbers._replace(scale=torch.full_like(numbers.scale, torch.nan))
+        return launch(config, table, numbers, index)
 
     launch = kernels.launch_cpu
     monkeypatch.setitem(kernels.LAUNCH, "cpu", broken)
