@@ -243,6 +243,8 @@ def test_same_training_in_cpp(exported, tmp_path):
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     for command in (["-S", ROOT / "examples/cpp", "-B", tmp_path, prefix], ["--build", tmp_path]):
         done = run("cmake", *command)
+        if "uses CUDA but I cannot find the CUDA" in done.stderr:
+            pytest.skip("needs the CUDA toolkit, to compile against torch's CUDA build")
         assert done.returncode == 0, done.stderr
     done = run(tmp_path / "train", exported)
     assert done.returncode == 0, done.stderr
