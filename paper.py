@@ -101,9 +101,10 @@ SUITES = {
     "desk": Suite(),
     "paper": Suite(
         families=(
-            Family("in32_mlp", **PAPER_MLP, **DEEP_AND_LONG), Family("c10_mlp", **PAPER_MLP),
+            Family("in32_mlp", **PAPER_MLP, **DEEP_AND_LONG),
             Family("in64_mlp", tasks.WIDTHS["in64_mlp"], (2048, 4096, 4096), base=1024),
-            Family("vit", **PAPER_TRANSFORMER), Family("lm", **PAPER_TRANSFORMER),
+            Family("c10_mlp", **PAPER_MLP), Family("vit", **PAPER_TRANSFORMER),
+            Family("lm", **PAPER_TRANSFORMER),
         ),
         steps=1000, scale="paper",
         resnets=tuple(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048)),
@@ -319,8 +320,7 @@ def coord(suite: Suite, results: Results) -> Finding:
 
 def stability(suite: Suite, results: Results) -> Finding:
     """L1 norms of first-layer pre-activations and logits: a deep net, and a long run."""
-    first, jobs = suite.families[0], {}
-    deepest = first.depths[-1]
+    first, deepest, jobs = suite.families[0], suite.families[0].depths[-1], {}
     for title, d, horizons in ((f"{deepest} layers", deepest, 1), ("5 horizons", 3, 5)):
         task, steps = first.task(first.base, d), horizons * suite.steps
         at = range(max(1, steps // 25), steps, max(1, steps // 25))
@@ -329,12 +329,12 @@ def stability(suite: Suite, results: Results) -> Finding:
     results.run(chain(*jobs.values()), "stability")
     rows = [["task", "optimizer", "layer", "early", "late"]]
     (fig, axes), checks, summary = figure(4), {}, []
-    for title, of_title in zip(jobs, (axes[:2], axes[2:]), strict=True):
+    for title, pair in zip(jobs, (axes[:2], axes[2:]), strict=True):
         late = {}  # of the first layer
         for job in jobs[title]:
             probed, name = results.activations(job), job.optimizer.name
             layers = list(probed)
-            for ax, layer in zip(of_title, (layers[0], layers[-1]), strict=True):
+            for ax, layer in zip(pair, (layers[0], layers[-1]), strict=True):
                 norms = [norm for _, norm in probed[layer]]
                 text, c = LABELS.get(name, name), COLOURS.get(name, "0.4")
                 ax.plot(job.probe_at, norms, label=text, color=c)

@@ -141,13 +141,15 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
     kind = width.rows[1][0]
     for name in ("mulo_m", "lo_m", "adamw", "muadam"):
         rows = [row for row in width.rows if row[:2] == [kind, name]]
+        if not rows:  # not among --optimizers
+            continue
         widths, *values = ([row[k] for row in rows] for k in (2, 3, 4))  # loss, stderr
         style = "-" if name.endswith("_m") else "--"
         left.errorbar(
             widths, *values, capsize=2, label=LABELS.get(name, name), color=COLOURS[name], ls=style
         )
     left.axvspan(left.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
-    size_axis(left, widths)
+    size_axis(left, sorted({row[2] for row in width.rows if row[0] == kind}))
     left.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
     left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
     left.minorticks_off()
@@ -158,7 +160,7 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
     for x, name in enumerate(names):
         slopes = [min(float(row[3]), 2.0) for row in rows if row[0] == name]
         places = [x + 0.8 * (k + 0.5) / len(slopes) - 0.4 for k in range(len(slopes))]
-        right.bar(places, slopes, 0.7 / len(slopes), color=COLOURS[name])
+        right.bar(places, slopes, 0.7 / len(slopes), color=COLOURS.get(name, "0.4"))
     right.axhline(0.1, color="k", lw=0.8, ls=":")
     right.set_xticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8)
     right.set(ylabel="|slope| of log drift over log width")

@@ -208,7 +208,8 @@ def test_commands(tiny, folder, tmp_path, monkeypatch, capsys, complaint):
     assert "## Wider nets" in page
     assert "[table](results/coord.csv)" in page
     assert (tmp_path / "results" / "picture.png").read_bytes() == b"figure"
-    assert "width: fashion8_mlp" in run("width --processes 1 --optimizers mulo_m --out other")
+    assert "width: fashion8_mlp" in run("all --processes 1 --optimizers lo_m --out other")
+    assert (tmp_path / "other" / "picture.png").exists()
     assert "no learned optimizer 'sgd'" in complaint(paper, "width", "--optimizers", "sgd")
 
 
