@@ -26,7 +26,7 @@ SHIPPED = Path(__file__).parent / "weights"
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -> None:
-    """Write text, bytes, or what content(file) writes: to a temporary file, then rename it."""
+    """Write to a temporary file, then rename it. `content`: text, bytes, or a writer(file)."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -53,7 +53,7 @@ def save(lo: LO, path: str | os.PathLike, **about) -> None:
         torch.save(content, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # torch raises many exception types here
-        raise TypeError(f"give plain numbers and strings to keep, not {about!r}.") from error
+        raise TypeError(f"give plain numbers and strings to save, not {about!r}.") from error
     write_atomically(path, buffer.getvalue())
 
 
@@ -91,9 +91,9 @@ def load(name: str | os.PathLike, **changes) -> LO:
         inputs = weights["bank_w0" if config.net == "velo" else "w0"].shape[-2]
         lo = build(config, weights) if inputs == config.num_features else None
     except Exception as error:  # a file may hold anything
-        why = str(error).partition("\n")[0]  # torch adds a stack trace
+        reason = str(error).partition("\n")[0]  # torch adds a stack trace
         fix = "get it again"
-        raise ValueError(f"{path} is damaged or of another release ({why}): {fix}.") from None
+        raise ValueError(f"{path} is damaged or of another release ({reason}): {fix}.") from None
     if lo is None:
         raise ValueError(
             f"{path} was meta-trained with {inputs} features, this code has {config.num_features}: "
@@ -114,8 +114,7 @@ def about(name: str | os.PathLike) -> dict:
     return {} if path.suffix == ".npz" else read(path).get("about", {})
 
 
-# Fields that LOConfig got later. At these values they are left out of the checksum, so that files
-# written before and after have the same one.
+# Fields added to LOConfig later: at these values they are not hashed, so older files stay valid.
 NOT_HASHED = {"input_base": None, "by_channels": False}
 
 
@@ -133,8 +132,8 @@ def read(path: Path) -> dict:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises many exception types
-        why = "is damaged, or holds more than tensors and plain values and may run code"
-        raise ValueError(f"{path} {why}: it was not read, get it again.") from error
+        reason = "is damaged, or holds more than tensors and plain values and may run code"
+        raise ValueError(f"{path} {reason}: it was not read, get it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, no weights: get another file.")
     return content
@@ -172,7 +171,7 @@ def from_reference(arrays: dict, **config) -> LO:
     a = {k: torch.as_tensor(x).float() for k, x in arrays.items() if not k.endswith("group_sizes")}
     for theirs, ours in HAIKU.items():
         a = {k.replace(theirs, ours): x for k, x in a.items()}
-    if "ff/w0__0" in a:  # the first layer, by groups of features
+    if "ff/w0__0" in a:  # the first layer, split by groups of features
         groups = [a.pop(f"ff/w0__{k}") for k in range(sum(k.startswith("ff/w0__") for k in a))]
         a["ff/w0"] = torch.cat(groups, -2)
     prefix = "ff/" if "ff/w0" in a else ""
@@ -204,8 +203,8 @@ def _load_npz(path: Path, config: dict) -> LO:
         velo = any("lstm_init" in name for name in arrays)
         lo = from_reference(arrays, **({"param_scale_mult": True} if velo else {}) | config)
     except Exception as error:  # np.load raises many exception types
-        why = str(error).partition("\n")[0].rstrip(".")
-        raise ValueError(f"{path} has no learned optimizer's arrays: {why}.") from None
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"{path} has no learned optimizer's arrays: {reason}.") from None
     lo.mup = False
     return lo
 

@@ -1,4 +1,4 @@
-"""What a learned optimizer sees: accumulators, per-parameter features, per-tensor features.
+"""The inputs of a learned optimizer: accumulators, per-parameter and per-tensor features.
 
 Pure functions of tensors; no network, no μP, no Optimizer. Paper: appendix A.1 ("input, output,
 update and scaling") and the three feature tables. Read this file first, then `nets.py` (the
@@ -13,11 +13,11 @@ particles of meta-training, or one tensor of a model (S = 1). `shape` is one ten
     r_5..r_7, c_5..c_7  r, c        (S, 3, *shape)   row and column means of g^2, beta_5..beta_7;
                                                      size 1 along the axis that was averaged
     F^(nabla), F^(M)    g * F_g, M * F_m             adafactor-normalised g and M
-    1 - beta            rates                        the weight of the new value in a mean
+    1 - beta            rates                        weight of the new value in a moving average
 
 Rows and columns. `d0` is a tensor's largest axis and `d1` its second largest. r is the mean over
 d0 (so it is indexed by d1), c the mean over d1; all other axes are batch axes. The averaged axis is
-kept with size 1, so every formula broadcasts, whatever the rank and layout. Tensors of rank 0 and
+kept with size 1, so every formula broadcasts, for any rank and layout. Tensors of rank 0 and
 1 ("vectors") are not factored: r = c = the accumulated g^2 itself.
 """
 
@@ -35,7 +35,7 @@ FRACTIONS = (0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1)
 BETA_M, BETA_V, BETA_RC = (0.9, 0.99, 0.999), (0.999,), (0.9, 0.99, 0.999)
 
 TINY = 1e-28  # a mean square (or mean of g^2) this small counts as zero
-CLIP = {"small_fc": 1e15, "velo": 1000.0}  # bound on |g|: g^2 stays finite; 1000 is the reference's
+CLIP = {"small_fc": 1e15, "velo": 1000.0}  # bound on |g|; 1000 is the reference's
 
 Phi = dict[str, Tensor]  # weights of a learned optimizer, with a leading axis: S, or 1 if shared
 Dims = tuple[int, int] | None  # (d1, d0) as negative axes; None for rank 0 and 1
@@ -59,7 +59,7 @@ class Rates(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Numbers of the step for each of the T tensors of P nets, (P, T) each."""
+    """Scalars of a step for each of the T tensors of P nets, (P, T) each."""
 
     t: Tensor  # 0 at the first step
     scale: Tensor  # lr times the μP factor, times alpha for VeLO
@@ -70,7 +70,7 @@ class Numbers(NamedTuple):
 class Eps(NamedTuple):
     """The epsilons of one run. The paper has none; these are the reference code's (DIVERGES)."""
 
-    mode: str  # "relative" to a tensor's own gradients; "reference" and "fan_in": times `scale`
+    mode: str  # "relative" (to a tensor's gradients), or "reference", "fan_in": times `scale`
     rms: float  # in the RMS normaliser; 0 is allowed
     scale: Tensor | float = 1.0  # (S,): 1/fan_in for "fan_in" (the end of section 4), else 1
 
@@ -114,7 +114,7 @@ def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
     """The axes (d1, d0): second largest and largest; None if the rank is below 2.
 
     DIVERGES: the paper has matrices only. Ties matter: the reference sorts the axes of
-    (..., in, out) stably, so among equals `out` wins, then `in`. Torch stores (out, in, ...):
+    (..., in, out) stably, so among equal sizes `out` wins, then `in`. Torch stores (out, in, ...):
     out_axis=0, the default. out_axis=1 is for (in, out, ...): embeddings and transposed
     convolutions; out_axis=-1 takes the axes as JAX stores them.
     """
@@ -132,7 +132,7 @@ def mean_over(x: Tensor, keep: int) -> Tensor:
 
 
 def safe(x: Tensor, factor: float = 1.0) -> Tensor:
-    """factor * x, which may be divided by: 1 where x counts as zero."""
+    """A nonzero divisor: factor * x, or 1 where x counts as zero."""
     return torch.where(x <= TINY, torch.ones_like(x), factor * x)
 
 
@@ -164,9 +164,9 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
     """1 - beta, with beta = 1 - exp(10 (log(1 - beta0)/10 + o)) and the offset o learned.
 
     DIVERGES: the paper only says that the betas are learned; this is the reference's form. Betas of
-    V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. The float32 beta
-    is formed and then subtracted from 1, as in the reference: that keeps its rounding, which is
-    5e-5 of 1 - 0.999.
+    V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. 1 - beta
+    is computed from the float32 beta, as in the reference, to have its rounding error (5e-5 of
+    1 - 0.999).
     """
     beta0 = constant(beta0, offset.dtype, offset.device)
     beta = 1 - (10 * ((1 - beta0).log() / 10 + offset)).exp()
@@ -219,8 +219,8 @@ def parameter_features(
     M, r, c = acc.M, acc.r, acc.c
     p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
     e = epsilons(V, r, eps)
-    by_V = (V + e.M).rsqrt()  # multiplies M and g
-    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()  # the feature; one pass less if equal
+    by_V = (V + e.M).rsqrt()  # in M/sqrt(V) and g/sqrt(V)
+    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()  # in 1/sqrt(V)
     F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
     x = {"g": g}
     if kind != "small_fc":
@@ -250,7 +250,7 @@ def feature_names(kind: str) -> tuple[str, ...]:
 
 
 class Epsilons(NamedTuple):
-    """Per tensor, (S, 1, ...) or a number: units of V, r and c, and epsilons under the roots."""
+    """Units of V, r and c, and epsilons under roots; per tensor, (S, 1, ...), or a number."""
 
     unit_V: Tensor | None  # V is divided by this before the network sees it
     unit_r: Tensor | None  # so are r and c
@@ -297,7 +297,7 @@ def time_features(
 ) -> Tensor:
     """tanh(t/x - 1) for the 11 timescales x, (..., 11); t = 0 at the first step.
 
-    DIVERGES: the paper writes tanh(t/x). `t_max` holds t at the longest horizon seen in
+    DIVERGES: the paper writes tanh(t/x). t is clamped at `t_max`, the longest horizon in
     meta-training. An exported graph passes its own `timescales`, which move with it to a device.
     """
     t = wide(t) if t_max is None else wide(t).clamp_max(t_max)
@@ -360,9 +360,9 @@ def loss_features(
 ) -> tuple[LossBuffer, Tensor]:
     """Update the buffer with this step's loss; return it and the 9 EMA loss features of the LSTM.
 
-    Each mean is compared with its own running minimum, the next longer mean acting as the maximum.
-    A loss is capped at twice the largest mean so far, and ignored if it is not finite; the features
-    are 0 for the first two steps. All in float32 as in the reference: 1 - decay^n loses digits.
+    Each mean is scaled between its running minimum and the next longer mean. A loss is capped at
+    twice the largest mean so far, and ignored if it is not finite. The features are 0 for the first
+    two steps. Float32, as in the reference, so that 1 - decay^n loses the same digits.
     """
     finite = loss.isfinite().unsqueeze(-1)
     n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
@@ -401,15 +401,15 @@ def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
 def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None) -> Tensor:
     """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (S, 12).
 
-    They see the accumulators of the step before. The paper's var_rms subtracts m_k, the mean of the
-    *momentum*, from V, and so does the reference: mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
+    They use the accumulators of the previous step. As in the paper and the reference, var_rms
+    subtracts m_k, the mean of the *momentum*: mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
     """
     inv_rms = mean_square(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
     parts = [var_mean(x) for x in M.flatten(2).unbind(1)]  # one by one: less memory
     var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
     var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))
     var_rms = (var_V + (mean_V - mean_M).square()) * inv_rms.square()
-    if rank is None:  # axes longer than 1; given when p comes flattened
+    if rank is None:  # number of axes longer than 1; passed if p is flattened
         rank = sum(n > 1 for n in p.shape[1:])
     one_hot = (torch.arange(5, device=p.device) == rank).to(inv_rms.dtype)  # all 0 above rank 4
     mean_rms, var_mom = squash(mean_V * inv_rms), squash(var_M * inv_rms.square())

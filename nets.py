@@ -38,8 +38,8 @@ class LOConfig:
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
     t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
     anneal: float = 0.0  # small_fc: beyond t_max updates shrink as (t_max / t)^anneal
-    input_base: float | None = None  # inputs in meta-training: see roles.size_factor
-    by_channels: bool = False  # hidden convolutions by 1/channels: see roles.size_factor
+    input_base: float | None = None  # input size in meta-training: see roles.size_factor
+    by_channels: bool = False  # scale hidden convs by 1/channels: see roles.size_factor
     lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
     param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
     param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
@@ -82,7 +82,7 @@ def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | Non
 
 
 class LO(nn.Module):
-    """The weights phi of a learned optimizer and their config; a subclass for each network."""
+    """Base class: the weights phi of a learned optimizer and its config."""
 
     default: LOConfig
     mup: bool | None = None  # whether it was meta-trained under μP, if that is known
@@ -94,7 +94,7 @@ class LO(nn.Module):
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def with_config(self, **fields) -> LO:
-        """Return a copy with these fields of the config replaced."""
+        """Return a copy with some fields of the config replaced."""
         new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
         new.load_state_dict(self.state_dict())
         new.mup = self.mup
@@ -105,7 +105,7 @@ class LO(nn.Module):
 
 
 class SmallFC(LO):
-    """small_fc_lopt: one MLP for every parameter; its decays are weights too, as offsets."""
+    """small_fc_lopt: one MLP for every parameter, and learned decays (features.mixing_rate)."""
 
     default = LOConfig()
 
@@ -129,7 +129,7 @@ class VeLO(LO):
         H, K = config.lstm_hidden, config.param_inits
         phi = {}
         for name, n, m in (
-            ("mix", 30, H),  # linear_1 of the reference: its maximum over tensors is shared by all
+            ("mix", 30, H),  # linear_1 of the reference; max-pooled over tensors
             ("embed", 30, H),  # linear_2
             ("lstm", 2 * H, 4 * H),
             ("controls", H, K),
@@ -168,7 +168,7 @@ def lstm_step(
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
 ) -> tuple[Tensor, Tensor]:
-    """One LSTM step for every tensor. Its input has a maximum over all tensors of the net."""
+    """One LSTM step for every tensor. Its input includes a max over all tensors of the net."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
@@ -206,7 +206,7 @@ def generate(
     x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
-    fractions: Tensor | None = None,  # features.FRACTIONS, if an exported graph has them
+    fractions: Tensor | None = None,  # features.FRACTIONS, from an exported graph
 ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
     """VeLO before each step: advance the LSTM and generate the MLPs of T tensors of P nets.
 

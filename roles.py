@@ -60,7 +60,7 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Weight(NamedTuple):
-    """One parameter of a model, with what μP needs to know about it."""
+    """One parameter of a model, and what μP needs: its module and kind."""
 
     name: str  # as in named_parameters(), without the prefixes of torch.compile and DDP
     param: nn.Parameter
@@ -148,7 +148,7 @@ def infer_roles(
 
 
 def _role(small: Weight, large: Weight) -> str:
-    """The role of one parameter, given it at two widths."""
+    """The role of a parameter, from its shapes at two widths."""
     shape = tuple(small.param.shape)
     grows = [m != n for m, n in zip(shape, large.param.shape, strict=True)]
     if small.kind in ("vector", "table") or not any(grows):
@@ -206,7 +206,7 @@ def init_(
 ) -> nn.Module:
     """Initialize by role, in place, and divide the outputs of output layers by fan_in.
 
-    Input and hidden weights: N(0, 1/fan_in). An embedding has fan_in 1, for a lookup sums nothing.
+    Input and hidden weights: N(0, 1/fan_in). An embedding has fan_in 1: a lookup sums nothing.
     Output weights: zeros, or N(0, 1) if not zero_output (DIVERGES: N(0, 1) is the paper's rule,
     zeros are in its experiments). Biases of layers are input weights of fan_in 1: N(0, 1), but
     (DIVERGES) biases that are zero stay zero. Without the rule "init", as in SP, all biases become
@@ -247,8 +247,8 @@ def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[s
     for w in outputs:
         if w.kind != "layer" or not hasattr(w.module, "weight"):
             raise ValueError(
-                f"{w.name!r} is an output but not the weight of a layer, so its 1/fan_in has no "
-                "place: use mulo.Readout, or multiply by hand and leave 'multiplier' out of rules."
+                f"{w.name!r} is an output but not the weight of a layer, so no hook can divide by "
+                "fan_in: use mulo.Readout, or divide by hand and leave 'multiplier' out of rules."
             )
     for module in model.modules():  # any of them may have been an output under other roles
         for key, hook in list(module._forward_hooks.items()):
@@ -272,14 +272,13 @@ def kind_of(w: Weight, role: str) -> str:
 
 @cache
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
-    """The factor on the update by two rules beyond the paper, which a learned optimizer's config
-    (mulo.LOConfig) switches on: they must be on or off as in its meta-training.
+    """The factor on the update by two rules that the paper does not have (DIVERGES).
 
-    DIVERGES: the paper has neither. Input rule: input layers are multiplied by input_base / fan_in,
-    where input_base is the size of the inputs in meta-training, which the paper keeps fixed. An
-    update moves the first pre-activations in proportion to fan_in, as it does in a hidden layer.
-    The factor is at most 4: a ViT with patches of a few pixels trained worse with larger ones.
-    Channel rule: hidden convolutions get kh * kw, so 1/channels in all, not 1/fan_in.
+    `config` (mulo.LOConfig) switches them on or off, as in meta-training. Input rule: updates of
+    input layers are multiplied by input_base / fan_in, where input_base is the input size in
+    meta-training, because they move the first pre-activations in proportion to fan_in. The factor
+    is at most 4: a ViT with patches of a few pixels trained worse with larger ones. Channel rule:
+    hidden convolutions are multiplied by kh * kw, which makes 1/fan_in 1/channels.
     """
     if kind == "input" and config.input_base:
         return min(config.input_base / fan_in, 4.0)
@@ -287,7 +286,7 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
 
 
 def group_options(w: Weight, role: str, rules: Iterable[str]) -> dict:
-    """The options of a parameter's group: its role, kind, μP factor and what they follow from."""
+    """The options of a parameter's group: role, kind, μP factor, fan_in, area and out_axis."""
     kind = kind_of(w, role)
     fan_in = 1 if kind == "table" else w.fan_in  # bare input parameters count as embeddings
     scale = float(fan_in) ** power(role, "update", rules)
@@ -312,9 +311,9 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
 
 
 def name_of(p: Tensor, group: dict) -> str:
-    """How messages call a parameter: by its name if the group has names, else by its shape."""
-    where = next(k for k, other in enumerate(group["params"]) if other is p)
-    return repr(group["names"][where]) if "names" in group else f"of shape {tuple(p.shape)}"
+    """A parameter's name for messages; its shape if the group has no names."""
+    k = next(k for k, other in enumerate(group["params"]) if other is p)
+    return repr(group["names"][k]) if "names" in group else f"of shape {tuple(p.shape)}"
 
 
 def group_table(groups: list[dict]) -> str:
@@ -380,9 +379,9 @@ def slope(widths: list[int], drift: Tensor) -> Tensor:
 def layer_outputs(
     model: nn.Module, x: Tensor, theta: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The output of every layer in LAYERS for the input x, by name. Running statistics are kept.
+    """The output of every layer in LAYERS for the input x, by name. Buffers are restored.
 
-    theta replaces the model's parameters; for nets side by side, it and x have a leading axis.
+    theta replaces the model's parameters. For stacked nets, theta and x have a leading axis.
     """
     outputs: dict[str, Tensor] = {}
 

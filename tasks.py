@@ -2,7 +2,7 @@
 
     python tasks.py                        # lists every task
     python tasks.py in32_mlp_w128_d3       # shows one: its model, data and roles
-    python tasks.py download cifar10       # downloads data; nothing else ever does
+    python tasks.py download cifar10       # downloads data; no other command does
 
     task = get("fashion8_mlp_w64_d3")
     batch = task.data().batch([generator] * 16, task.batch_size)
@@ -10,7 +10,7 @@
     losses = task.losses(params, batch)      # (16,), one autograd graph, no loop
 
 Paper: the tables "Meta-testing settings" and of the ResNets. A name is kind, width and depth; any
-width and depth will do. A resnet always has 18 layers, so its name has no depth. A suffix such as
+width and depth work. A resnet always has 18 layers, so its name has no depth. A suffix such as
 _b16 sets the batch size. The paper's kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet
 at 32x32) and lm (LM1B). Ours are the same models and a small conv net on data that needs no
 download (fashion, pixels, teacher), on CIFAR-10 (c10s at 16x16 and c10b, on 10,000 images of it)
@@ -26,7 +26,7 @@ examples/own_task.py is one:
 - data(device) makes a data set, an object with
   batch(generators, size)  a tuple of tensors on the device, (len(generators), size, ...) each, the
                            inputs first. Draw row k from generators[k] alone, on the CPU: then a
-                           seed gives the same batches everywhere.
+                           seed gives the same batches on every device.
   shape                    shape of one input
   classes                  number of classes; None if targets are not classes
 - loss(output, *targets) is the loss of one net, a scalar of 0 or more: the mean over the batch. By
@@ -36,7 +36,7 @@ examples/own_task.py is one:
   the loss of guessing; by default 1.5 log(classes).
 
 Register at the top level of the script, not under `if __name__ == "__main__"`: worker processes
-import the script. Losses that evaluate.py keeps are keyed by a hash of the script.
+import the script. evaluate.py's saved losses are keyed by a hash of the script.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Task:
     rules: tuple[str, ...] = ALL  # μP; () is SP
     loss_bound: float | None = None  # where PES clips a loss; by default 1.5 log(classes)
     own: Own | None = None  # of a registered kind
-    split: str = "all"  # what to train on; "train" leaves out the test data
+    split: str = "all"  # of the data; "train" leaves out the test data
 
     @property
     def kind(self) -> str:
@@ -125,7 +125,7 @@ class Task:
     def init(self, particles: int, generator: torch.Generator, zero_output: bool = True) -> Params:
         """Initial parameters of `particles` nets, (particles, ...) each, on the generator's device.
 
-        As by roles.init_, except that no biases are zero under μP (as in the paper's code).
+        Like roles.init_, but under μP all biases are N(0, 1), as in the paper's code.
         """
         roles, params = self.roles(), {}
         for w in weights_of(self.skeleton()):
@@ -146,10 +146,10 @@ class Task:
         return model
 
     def data(self, device: str = "cpu"):
-        """The data set. datasets.load documents where it is looked for."""
+        """The data set. datasets.load documents where its files must be."""
         if self.own:
             return _own_data(self.own, str(device))
-        side = self.shape[-1]  # of images, which are pooled to it, or the length of texts
+        side = self.shape[-1]  # size that images are pooled to, or sequence length
         data = datasets.load(self.dataset, device=device, size=side, split=self.split, seq_len=side)
         if (data.shape, data.classes) != (self.shape, self.classes):
             raise ValueError(
@@ -161,7 +161,7 @@ class Task:
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The loss of one net on a batch: by default the cross-entropy.
 
-        Batches are (x, y), or (tokens, targets, mask), where padding does not count.
+        Batches are (x, y), or (tokens, targets, mask); mask is False at padding, which is ignored.
         """
         x, *targets = batch
         loss = (self.own.loss if self.own else _cross_entropy)(model(x), *targets)
@@ -208,7 +208,7 @@ def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Ten
 
 
 class Own(NamedTuple):
-    """What a registered kind is made of: see the head of this file."""
+    """The parts of a registered kind, described at the top of this file."""
 
     build: Callable[[int, int], nn.Module]  # of width and depth
     data: Callable[[str], object]  # of the device
@@ -218,11 +218,11 @@ class Own(NamedTuple):
 
 @functools.cache
 def _own_data(own: Own, device: str):
-    """The data set of a registered kind; kept, and checked once."""
+    """The data set of a registered kind, checked once and cached."""
     data = own.data(device)
     missing = [x for x in ("batch", "shape", "classes") if not hasattr(data, x)]
     if missing:
-        raise ValueError(f"the data set has no {missing[0]!r}: the head of tasks.py says what for.")
+        raise ValueError(f"the data set has no {missing[0]!r}: see the top of tasks.py.")
     batch, expected = data.batch([torch.Generator()] * 3, 2), (3, 2, *data.shape)
     shapes = [tuple(x.shape) for x in batch]
     if shapes[0] != expected or any(shape[:2] != (3, 2) for shape in shapes):
@@ -233,7 +233,7 @@ def _own_data(own: Own, device: str):
     return data
 
 
-# The paper's kinds; ours on data that needs no download; ours on data of your own.
+# The paper's kinds, then ours: on data that needs no download, and on data in $MULO_DATA.
 # DIVERGES: the paper does not give the patch size of the ViTs (here 4), the batch size of the
 # ResNets (128) and the sequence length of the deep LM (64, that of the other LMs).
 KINDS = {
@@ -279,7 +279,7 @@ DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64", "fashio
 
 
 def default_heads(width: int) -> int:
-    """The paper's heads at its widths; else as few as divide the width into at most 64 per head."""
+    """The paper's heads at its widths; else the fewest of size at most 64 that divide the width."""
     fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
     return HEADS.get(width) or next(fitting, 1)
 
@@ -292,10 +292,10 @@ def register(
     batch_size: int = 64,
     loss_bound: float | None = None,
 ) -> None:
-    """Add a kind of your own. The head of this file says what its parts are."""
+    """Add a kind of your own; the top of this file describes the arguments."""
     if not re.fullmatch(r"[A-Za-z]\w*", name) or (name in KINDS and not KINDS[name].own):
         taken = ", ".join(KINDS)
-        raise ValueError(f"{name!r} cannot be registered: use letters, and none of {taken}.")
+        raise ValueError(f"{name!r} cannot be registered: use an identifier other than {taken}.")
     if loss_bound is not None and not 0 < loss_bound < math.inf:
         raise ValueError(f"loss_bound must be a number above 0, not {loss_bound!r}.")
     file = inspect.currentframe().f_back.f_globals.get("__file__")  # of the caller
@@ -334,7 +334,7 @@ def get(name: str, **changes) -> Task:
 
 
 def _checked(task: Task) -> Task:
-    """The task, if its sizes and split make sense, with a loss bound."""
+    """The task with its loss bound; raise if its sizes or split are invalid."""
     if task.family == "resnet" and (task.width % 32 or task.depth != 18):
         raise ValueError(f"{task.name}: a resnet's width is a multiple of 32, its depth 18.")
     width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1

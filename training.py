@@ -35,7 +35,7 @@ TEST_SIZE, TEST_TIMES = 2000, 10  # examples in the test loss; evaluations of it
 def gradients(
     task: tasks.Task, theta: Theta, batch: tuple[Tensor, ...], tf32: bool = False
 ) -> tuple[Tensor, Theta]:
-    """The loss of every net, (P,), and its gradients; `tf32` sets matrix products on a GPU."""
+    """The loss of every net, (P,), and its gradients; `tf32` allows TF32 products on a GPU."""
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else precision)
@@ -49,7 +49,7 @@ def gradients(
 
 
 def groups_of(task: tasks.Task) -> dict[str, dict]:
-    """The μP factor of each parameter under the task's rules, and more: roles.group_options."""
+    """roles.group_options (the μP factor and more) of each parameter, under the task's rules."""
     roles = task.roles()
     weights = weights_of(task.skeleton())
     return {w.name: group_options(w, roles[w.name], task.rules) for w in weights}
@@ -149,7 +149,7 @@ class Learned:
 class Adam:
     """Adam and AdamW for the nets of a task, each net with its own hyperparameters.
 
-    Under the task's μP rules it is μAdam: updates have the factors of a learned optimizer's.
+    If the task's rules are μP it is μAdam: updates have the μP factors of a learned optimizer.
     Weight decay is decoupled, as in torch: a weight shrinks by lr * weight_decay per step.
     """
 
@@ -226,7 +226,7 @@ def train(
     schedule: Callable[[int], float] | None = None,  # factor on the rate; disables annealing
     device: str = "cpu",
     callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
-    num_steps: int | None = None,  # what VeLO is told, if not `steps`
+    num_steps: int | None = None,  # length of the run for VeLO, if not `steps`
     data_seeds: list[int] | None = None,  # of batches; None: continue with the init generators
     backend: str = "auto",
 ) -> Tensor:
@@ -276,13 +276,12 @@ def train(
 def batches(
     data, generators: list[torch.Generator], size: int, copies: int = 1
 ) -> tuple[Tensor, ...]:
-    """A batch from each generator, (copies * len(generators), size, ...), repeated for every
-    copy."""
+    """A batch per generator, repeated for every copy: (copies * len(generators), size, ...)."""
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
 def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
-    """A callback for `train`, and its records, one per probed step: for each layer, the
+    """A callback for `train`, and the list of its records, one per probed step: for each layer, the
     standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
     x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
     first, records = {}, []
@@ -301,7 +300,7 @@ def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable
 
 
 def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
-    """A callback for `train`, and its records: the mean loss of each net on TEST_SIZE
+    """A callback for `train`, and the list of its records: the mean loss of each net on TEST_SIZE
     test examples, (P,), at TEST_TIMES evenly spaced steps and at the end."""
     test = dataclasses.replace(task, split="test").data(device=device)
     sample = datasets.fixed_sample(test, TEST_SIZE)
@@ -331,8 +330,7 @@ def with_rules(task: tasks.Task, mu: bool) -> tasks.Task:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory, for programs that train small nets on a CPU: fresh pages cost
-    more than the arithmetic."""
+    """Make glibc keep freed memory: with small nets, page faults cost more than the arithmetic."""
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD

@@ -1,4 +1,4 @@
-"""The step made fast: choose a backend; build, check and call the kernels.
+"""The fast step: choose a backend; build, check and call the kernels.
 
     kernels.choose("auto", config, device)      # "kernel", or "folded" with a warning that says why
     kernels.step_(config, rows, params, grads, packed, numbers, index)
@@ -6,10 +6,10 @@
 `folded.py` is the step for any device. `cpu.cpp` and `gpu.py` are kernels that never store the
 features. They take a table with one `ROW` per tensor, so one call steps all tensors of a model, or
 of all particles in meta-training. At first use a kernel is compared with `folded` on small tensors.
-If it cannot be built, or differs (you changed a feature, say), `folded` runs instead.
+If it cannot be built, or differs (because you changed a feature), `folded` runs instead.
 
 The C++ is compiled once per network shape, in seconds, and cached in the user's cache folder. The
-file name has a hash of source, compiler and flags, and one of the file, so damage is noticed.
+file name has a hash of source, compiler and flags, and one of the library, to detect damage.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def pick_device(name: str = "auto") -> tuple[str, str]:
     try:
         torch.zeros(1, device=wanted)
     except (RuntimeError, AssertionError) as error:  # torch's own reason: no driver, a CPU build
-        why = str(error).strip().splitlines()[0].rstrip(".")
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         if name == "auto":
-            return "cpu", f"Device: cpu, as CUDA cannot be used ({why})."
-        raise ValueError(f"device {name!r} cannot be used ({why}): use --device cpu.") from None
+            return "cpu", f"Device: cpu, as CUDA cannot be used ({reason})."
+        raise ValueError(f"device {name!r} cannot be used ({reason}): use --device cpu.") from None
     return wanted, f"Device: {wanted}, {torch.cuda.get_device_name(wanted)}."
 
 
@@ -89,12 +89,12 @@ def choose(backend: str, config, device: torch.device) -> str:
 
 def refusal(config, device: torch.device) -> str | None:
     """Why the kernel cannot run, or None."""
-    known = {"small_fc": 39, "velo": 30, "velo_paper": 29}[config.feature_set]
-    most = 64 if device.type == "cuda" else 128
-    if config.num_features != known:
-        return f"it knows {known} features, not {config.num_features}"
-    if config.hidden_layers > 3 or config.hidden_size > most:
-        return f"it knows up to 3 hidden layers of up to {most} units"
+    expected = {"small_fc": 39, "velo": 30, "velo_paper": 29}[config.feature_set]
+    max_size = 64 if device.type == "cuda" else 128
+    if config.num_features != expected:
+        return f"it supports {expected} features, not {config.num_features}"
+    if config.hidden_layers > 3 or config.hidden_size > max_size:
+        return f"it supports up to 3 hidden layers of up to {max_size} units"
     if device.type not in LAUNCH:
         return "there are kernels for CPUs and CUDA only"
     if device.type == "meta":  # stands for a GPU in tests
@@ -111,7 +111,7 @@ def refusal(config, device: torch.device) -> str | None:
 
 
 def random_weights(config, gen: torch.Generator, *lead: int) -> Phi:
-    """Weights, biases and decays, (*lead, ...), of which none is zero; most units are active."""
+    """Nonzero weights, biases and decays, (*lead, ...), such that most units are active."""
     phi = {}
     for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
         phi[f"w{k}"] = n**-0.5 * torch.randn(*lead, n, m, generator=gen)
@@ -153,7 +153,7 @@ def self_check(config, device: torch.device) -> float:
 
 
 def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
-    """The columns of a stack's rows that do not change, or None if kernels cannot take it.
+    """The constant columns of a stack's rows, or None if kernels do not support the stack.
 
     A tensor of rank 2 or more is (A, X, B, Y, C): X and Y are the factored axes in storage order,
     A, B and C the batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y
@@ -182,7 +182,7 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
 
 
 def pack(config, phi: Phi, rates: Rates) -> Tensor:
-    """Weights as kernels read them: rates, then layers; (P | 1, K), or (P | 1, T, K) by tensor."""
+    """Weights as kernels read them: rates, then layers; (P | 1, K), or VeLO: (P | 1, T, K)."""
     lead, layers = phi["b0"].shape[:-1], range(config.hidden_layers + 1)
     parts = [phi[f"{n}{k}"].flatten(len(lead)) for k in layers for n in "wb"]
     return torch.cat([*(x.expand(*lead, -1) for x in rates), *parts], -1)
@@ -195,7 +195,7 @@ def step_(
     grads: list[Tensor],  # (P, *shape) each
     packed: Tensor,  # from `pack`
     numbers: Numbers,  # (P, all tensors) each
-    index: list[int],  # which of the tensors in `packed` and `numbers` these are
+    index: list[int],  # positions of the T tensors in `packed` and `numbers`
 ) -> Tensor | int:
     """Step these tensors in place; return how many gradient entries are not finite."""
     P, T = len(numbers.t), len(grads)
@@ -276,7 +276,7 @@ def _sha256(content: bytes) -> str:
 
 
 def build(cache: Path, name: str, command: list[str]) -> ctypes.CDLL:
-    """Compile in a temporary folder, load, then rename, as two processes may build at once."""
+    """Compile in a temporary folder, load, then rename: two processes may build at once."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(dir=cache)

@@ -7,7 +7,7 @@
 //
 // r and c are updated between passes 1 and 2. No feature is stored: the normalisers, time features,
 // lambdas and scale are folded into the first and last layer, and the features of r and c are
-// multiplied by their weights once per block. Of a vector, r and c add six dense features.
+// multiplied by their weights once per block. In a vector r = c, whose six features are dense.
 //
 // A tensor of any rank is (A, X, B, Y, C), where X and Y are the factored axes. A row is an index
 // (a, x, b): N = Y * C contiguous entries, along which SIMD lanes run. So Y's vectors (c of a
@@ -166,7 +166,7 @@ struct Work {  // shared by the threads that work on a tensor. Index 0 is for X'
     std::atomic<int> bad{0};     // how many of them are not finite, in all tensors
 };
 
-struct Own {  // one thread's
+struct Own {  // buffers of one thread
     alignas(64) float g[PADDED], column[PADDED], d[PADDED], m[PADDED], lane[PADDED];  // of a block's row
     alignas(64) float x[6][PADDED];        // a row's rho (3) and vectors (3) of X, repeated
     alignas(64) float bias[2][H][PADDED];  // the features of X's and Y's vectors times W0
@@ -202,7 +202,7 @@ static inline void layer(const float *w, const Vec *x, Vec *y, B bias) {
 
 // ---- one tensor ----
 
-struct Block { long id, q, x, x1, j, n; };  // rows x to x1 of batch q = (a, b), n columns from j
+struct Block { long id, q, x, x1, j, n; };  // rows x to x1 - 1 of batch q = (a, b), n columns from j
 struct Axis { float *v; long size, outer, length, inner; bool is_r; };  // vectors of X or Y, (3, size)
 
 static Row with_long_rows(Row t) {  // (n, 1) becomes (1, n)
@@ -236,16 +236,16 @@ class Step {
 
     long row(long q, long x) const { return (q / t.B * t.X + x) * t.B + q % t.B; }
 
-    const float *gradient(long at, long n, bool clean) {  // g[at : at + n], cleaned if need be
+    const float *gradient(long at, long n, bool clean) {  // g[at : at + n], cleaned if `clean`
         const float *g = t.g + at;
         if (!clean) return g;
         for (long i = 0; i < n; i++) own.g[i] = std::isfinite(g[i]) ? std::clamp(g[i], -CLIP, CLIP) : 0;
         return own.g;
     }
 
-    // Pass 1; returns false if g must be cleaned. Column sums gather in own.column, a row's in own.lane at
-    // column % period. The period is a multiple of C, and of W if C is small: an addition to memory
-    // then seldom waits for the one before it
+    // Pass 1; returns false if g must be cleaned. own.column has column sums, own.lane a row's sums at
+    // column % period. The period is a multiple of C, and of W if C is small, which avoids
+    // store-to-load forwarding stalls
     bool square(const Block &b, bool clean) {
         long period = t.C;
         while (t.C < 128 && (period % W || period < 4 * W)) period *= 2;
@@ -344,7 +344,7 @@ class Step {
         work.squares[y][k] = squares, work.squares[y][3 + k] = inverse;
     }
 
-    // The dense features of the W entries at `at`; pass 2 moves the accumulators on
+    // The dense features of the W entries at `at`; pass 2 updates the accumulators
     template <bool Vector, bool Second>
     inline void features(Vec *X, Lanes in, long at, Vec g, Vec p, const float *rho_x, const float *rho_y) {
         Vec V = in.load(t.V + at), q = g * g;
@@ -370,7 +370,7 @@ class Step {
         }
     }
 
-    // x (C), a part of a vector of X, from column j on, repeated as far as the lanes of any phase reach
+    // Repeat x, C entries of a vector of X, from column j on, with W - 1 more entries for the last lanes
     void repeat(const float *x, long j, float *out) const {
         if (t.C == 1) return store(out, all(*x));
         long period = std::min<long>(t.C, COLS), c = j % t.C, first = std::min(period, t.C - c);
@@ -473,9 +473,9 @@ class Step {
             float feature = std::tanh(std::min(t.t, s.t_max) / x - s.shift);
             for (int h = 0; h < H; h++) own.b0[h] += feature * *w++;
         }
-        float pace = !VELO && t.t > s.t_max ? std::pow(s.t_max / t.t, s.anneal) : 1;
+        float annealing = !VELO && t.t > s.t_max ? std::pow(s.t_max / t.t, s.anneal) : 1;
         w = w1 + (LAYERS - 1) * (H * H + H);
-        const float scale[2] = {s.lam1 * t.scale * pace, s.lam2};
+        const float scale[2] = {s.lam1 * t.scale * annealing, s.lam2};
         for (int i = 0; i < 2 * H; i++) own.w_last[i / 2][i % 2] = scale[i % 2] * w[i];
         for (int i = 0; i < 2; i++) own.b_last[i] = scale[i] * w[2 * H + i];
     }
@@ -519,24 +519,24 @@ extern "C" int step(const Row *table, int count, const Settings *settings, int t
         if (cost(*t) > 0) (cost(*t) < 8e6 ? small : large).push_back(t);
     threads = std::clamp<double>(work / 2.5e6, 1, std::max(1, threads));
     Team::Shared shared;
-    Work together;
+    Work shared_work;
     std::atomic<int> size{0};  // of the team: known once all threads have been started
     auto run = [&] {
         while (!size) std::this_thread::yield();
-        Team team{size, &shared}, alone;
-        Work apart;
+        Team team{size, &shared}, single;
+        Work own_work;
         auto own = std::make_unique<Own>();
-        for (const Row *t : large) Step(team, *settings, *t, together, *own).run();
-        team.each(small.size(), [&](long i) { Step(alone, *settings, *small[i], apart, *own).run(); });
-        together.bad += apart.bad;
+        for (const Row *t : large) Step(team, *settings, *t, shared_work, *own).run();
+        team.each(small.size(), [&](long i) { Step(single, *settings, *small[i], own_work, *own).run(); });
+        shared_work.bad += own_work.bad;
     };
     std::vector<std::thread> others;
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(run);
-    } catch (const std::system_error &) {  // the system has no more: those that started do the work
+    } catch (const std::system_error &) {  // no more threads: those that started do the work
     }
     size = others.size() + 1;
     run();
     for (std::thread &other : others) other.join();
-    return together.bad;
+    return shared_work.bad;
 }

@@ -1,4 +1,4 @@
-"""The step of `mulo.py` with fewer memory accesses: the same formulas, for any device and export.
+"""The step of `mulo.py` with fewer memory accesses, for any device and for export.
 
 - Time features are the same for every parameter: their product with W0 is added to the first bias.
 - Row and column features are vectors: their products with W0 are added by broadcasting.
@@ -56,9 +56,9 @@ def first_layer(
     inputs: dict[str, Tensor],  # from features.parameter_features
     eps: Eps,
 ) -> list[tuple[Tensor, Tensor]]:
-    """W0 with the normalisers in it, (S, h, k), and the features, (S, k, *shape), by shape.
+    """Group the features by the axes along which they are constant; full-size features come last.
 
-    Features that are constant along the same axes are one group; the last has those of full size.
+    Returns, per group, W0 times the normalisers, (S, h, k), and the features, (S, k, *shape).
     """
     groups: dict[tuple[bool, ...], list[tuple[Tensor, Tensor]]] = {}
     start = 0

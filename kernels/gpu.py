@@ -13,7 +13,7 @@ A step is six passes, each one launch for all tensors. No feature of an entry is
 
 A tensor is (A, X, B, Y, C): X and Y are factored, A, B and C are batch. r and c live on its two
 *sides*: the x side (A, X, B, C), averaged over Y, and the y side (A, B, Y, C), averaged over X;
-`kind` says which of them is r. A vector has only a y side, as long as itself, where r = c. A side
+`kind` says which of them is r. A vector has only a y side, of its own length, where r = c. A side
 is cut into blocks of N entries along X or Y, a tensor into tiles of R rows (along X) and W columns
 (along Y and C).
 
@@ -70,7 +70,7 @@ Block = namedtuple(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a kernel is compiled for."""
+    """Compile-time constants of a kernel."""
 
     config: object  # mulo.LOConfig
     R: int = 8  # rows and columns of a tile, and its warps
@@ -94,7 +94,7 @@ class Case:
 
 @triton.jit
 def job(rows, plan, index, work):
-    """The tensor of this program, and its job: two numbers."""
+    """Return this program's tensor and its two job numbers, from `index`."""
     index += 3 * tl.program_id(0)
     at = rows + 15 * tl.load(index)
     f, kind = at.to(FLOATS, bitcast=True) + 25, at.to(tl.pointer_type(tl.int32), bitcast=True) + 24
@@ -193,7 +193,7 @@ def block_of(row, side, k):
 
 @triton.jit
 def factor(rows, plan, index, work, CASE: tl.constexpr):
-    """r_d <- beta_d r_d + (1 - beta_d) row_mean(g^2) in a block, or c; and sums of r_d."""
+    """r_d <- beta_d r_d + (1 - beta_d) mean(g^2) in a block of r (or c); also sum r_d."""
     row, side, k = job(rows, plan, index, work)
     block = block_of(row, side, k)
     count = tl.where(side == 0, tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R))
@@ -364,7 +364,7 @@ def fold_dense(row, CASE: tl.constexpr):
 
 @triton.jit
 def fold(rows, plan, index, work, CASE: tl.constexpr):
-    """Fold a block of a side or, as side 2, the dense features."""
+    """Fold a block of side 0 or 1; as side 2, fold the dense features."""
     row, side, k = job(rows, plan, index, work)
     if side < 2:
         fold_side(row, side, k, CASE)
@@ -448,8 +448,8 @@ def update(rows, plan, index, work, CASE: tl.constexpr):
         d, m = small_network(row, x, x_at, y_at, ok, CASE)
     scale = CASE.config.lam1 * row.scale
     if CASE.anneals:
-        late = CASE.t_max / tl.maximum(row.t, CASE.t_max)
-        scale *= tl.exp(CASE.config.anneal * tl.log(late))
+        ratio = CASE.t_max / tl.maximum(row.t, CASE.t_max)
+        scale *= tl.exp(CASE.config.anneal * tl.log(ratio))
     p = p - scale * d * tl.exp(CASE.config.lam2 * m) - row.decay * p
     tl.store(row.p + at, p, ok)
 
@@ -468,7 +468,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
     tile = (8, 64, 4) if case.HP <= 8 else (4, 32, 4) if case.HP <= 32 else (1, 32, 8)
     update_case = Case(config, *tile)
     if max(np.max(A * X * B * Y * C), case.HP * n.max()) > 2**31 - 2**16:
-        raise ValueError("A tensor is too large for offsets of 32 bits: use backend='folded'.")
+        raise ValueError("A tensor is too large for 32-bit offsets: use backend='folded'.")
     blocks = A * B * C * triton.cdiv(np.stack([X * matrix, Y]), N)
     parts = np.stack([triton.cdiv(Y, MEANS_W), triton.cdiv(X, MEANS_R)])
 
@@ -477,17 +477,17 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
         return np.where(matrix, of_matrix, triton.cdiv(Y, case.R * case.W))
 
     means_tiles = A * B * parts.prod(0)
-    each = min(8, max(1, tiles(case).sum() // PROGRAMS))  # tiles of a program
-    programs = triton.cdiv(tiles(case), each)
+    tiles_each = min(8, max(1, tiles(case).sum() // PROGRAMS))  # per program
+    programs = triton.cdiv(tiles(case), tiles_each)
     sizes = [*(n * parts), *(n * 12), *(n * case.HP), *(blocks * 9), programs * case.D]
     sizes = np.stack([*sizes, means_tiles, 0 * Y + case.D * case.HP + 4])
-    sizes = triton.cdiv(sizes, 4)  # places are multiples of 16 bytes
+    sizes = triton.cdiv(sizes, 4)  # offsets are multiples of 16 bytes
     places = sizes.cumsum().reshape(sizes.shape) - sizes
     plan = np.stack([*places, programs, means_tiles], 1)  # SQUARES_N and V_SUMS_N are the last
 
     def index(*jobs: tuple) -> Tensor:
-        """(programs, 3), from counts of each tensor's programs, and its job: two numbers, of which
-        None counts the programs."""
+        """The index (programs, 3): tensor and job. Each of `jobs` is the number of programs per
+        tensor and two job numbers; None numbers the programs of a tensor."""
         columns = []
         for counts, *job in jobs:
             k = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
@@ -500,7 +500,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
         (means, index((means_tiles, None, 0)), Case(config, MEANS_R.value, MEANS_W.value)),
         (factor, index(*on_sides), case),
         (sides, index(*on_sides), case),
-        (accumulate, index((programs, None, each)), case),
+        (accumulate, index((programs, None, tiles_each)), case),
         (fold, index(*on_sides, (np.ones_like(A), 2, 0)), case),
         (update, index((tiles(update_case), None, 0)), update_case),
     ]
@@ -511,13 +511,13 @@ def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
     """Step the tensors of `rows` in place; `values` (4, rows) has t, scale, decay and eps of each.
 
     Returns the number of gradient entries that are not finite, as an int64 tensor on the device.
-    Never waits for the device.
+    Does not sync with the device.
     """
     device, words = values.device, rows.view("i8").reshape(len(rows), 15)
-    # The plan depends on words 7 to 12, A to C and kind. t, the other half of kind's word, is 0.
+    # The plan depends on words 7 to 12: A to C, and kind with t, which is still 0.
     plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)
     words = send(torch.from_numpy(words), device)
-    words.view(torch.float32)[:, 25:29] = values.T  # VeLO's scale is only on the device
+    words.view(torch.float32)[:, 25:29] = values.T  # on the device, as VeLO's scale is there
     work = torch.empty(size, device=device)
     bad = torch.zeros((), dtype=torch.int64, device=device)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

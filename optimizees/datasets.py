@@ -38,7 +38,7 @@ IMAGES = {
     "imagenet32": IMAGENET, "imagenet64": IMAGENET,
 }  # fmt: skip
 GREYS = 16  # grey levels of the data set "pixels"
-TEACHERS = {  # teacher, teacher256 and so on; those with letters are for meta-training only
+TEACHERS = {  # teacher, teacher256, ...; those with letters are for meta-training only
     "": {"dim": 64, "classes": 10, "seed": 0},
     "256": {"dim": 256, "classes": 10, "seed": 1},
     "1024": {"dim": 1024, "classes": 10, "seed": 2},
@@ -95,7 +95,7 @@ class Images:
         return len(self.x)
 
     def batch(self, generator: Generators, size: int) -> Batch:
-        """x ([len,] size, C, H, W) float32 and y ([len,] size), len being that of `generator`."""
+        """x ([len,] size, C, H, W) float32 and y ([len,] size); len counts the generators."""
         return self.take(_draw(len(self), generator, size))
 
     def take(self, i: Tensor) -> Batch:
@@ -106,7 +106,7 @@ class Images:
         return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
 
     def pool(self, size: int) -> Images:
-        """The same images averaged down to size x size; mean and std stay the full-size ones."""
+        """The same images averaged down to size x size; mean and std do not change."""
         largest = min(self.shape[1:])
         if not 1 <= size <= largest:
             raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {largest}.")
@@ -133,7 +133,7 @@ class Tokens:
             raise ValueError(f"{n} tokens are too few for seq_len={self.seq_len}: get more text.")
         self.device, self.shape = torch.device(self.device), (self.seq_len,)
         self.data = _place(self.data, self.device)
-        # (N, seq_len + 1): of a long text, a view of all its windows, which takes no memory
+        # (N, seq_len + 1); for a long text, a view of all its windows, without a copy
         self._rows = self.data if self.data.ndim == 2 else self.data.unfold(0, width, 1)
 
     def __len__(self) -> int:
@@ -220,9 +220,9 @@ def load(
       imagenet64, lm1b: read from data_dir (default: $MULO_DATA, else ./data) in their published
       layout. ImageNet is converted, and LM1B tokenized, at first use.
 
-    split="all" is all there is to train on; "train" and "test" are disjoint. Sets with test files
-    have "train" equal to "all". Of fashion10k and pixels, "test" is the last 2,000 images; of a
-    text, the last tenth. `size` pools images; `seq_len` is for text.
+    "train" and "test" are disjoint splits. If a data set has test files, "all" is "train". Else
+    "all" is both, and "test" is the last 2,000 images (fashion10k, pixels) or the last tenth of a
+    text. `size` pools images; `seq_len` is for text.
     """
     kind, _, path = name.partition(":")
     known = [*IMAGES, "pixels", "lm1b", *(f"teacher{k}" for k in TEACHERS)]

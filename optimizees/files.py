@@ -1,7 +1,7 @@
 """Readers of published data files, and a downloader for some of them.
 
 A file that is missing, or is not the published one, raises an error that names it and the fix.
-`datasets.load` makes data sets of these arrays. Only `python tasks.py download NAME` uses the
+`datasets.load` makes data sets from these arrays. Only `python tasks.py download NAME` uses the
 network.
 """
 
@@ -190,7 +190,7 @@ def download(name: str, data_dir: str | os.PathLike | None = None) -> None:
                 with bar as stream:
                     if url.endswith(".tar.gz"):
                         with tarfile.open(fileobj=stream, mode="r|gz") as tar:
-                            tar.extractall(folder, filter="data")  # nothing lands elsewhere
+                            tar.extractall(folder, filter="data")  # writes only to `folder`
                     else:
                         write_atomically(folder / Path(url).name, stream.read())
         except Exception as error:  # a broken connection can raise anything

@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer with learned positions; the head sees the mean over tokens."""
+    """A vision transformer with learned positions; its head takes the mean over tokens."""
 
     def __init__(
         self, shape: tuple, classes: int, width: int, depth: int, heads: int, patch: int,
@@ -147,7 +147,7 @@ class ResNet(nn.Module):
     """ResNet-18 for small images: 3x3 stem, no pooling; `width` is the channels of the last stage.
 
     DIVERGES: the paper gives widths only. GroupNorm replaces BatchNorm, whose running statistics
-    are state outside the parameters: functional calls and stacked nets have no place for it.
+    are not parameters: stacked nets and functional calls do not handle them.
     """
 
     def __init__(self, channels: int, classes: int, width: int):
@@ -167,8 +167,7 @@ class ResNet(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """`depth` 3x3 convolutions, all but the first with stride 2; the head sees the mean over
-    pixels."""
+    """`depth` 3x3 convolutions, all but the first with stride 2, then the mean over pixels."""
 
     def __init__(self, channels: int, classes: int, width: int, depth: int):
         super().__init__()

@@ -662,7 +662,7 @@ def test_the_tutorials_hack(tmp_path):
     code = "import mulo; from mulo import metatrain; metatrain.main(); mulo.load('mulo_m')"
     command = [sys.executable, "-c", code, *small.split(), "--batch-size", "16", "--no-picture"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert "it knows 39 features, not 40" in done.stderr
+    assert "it supports 39 features, not 40" in done.stderr
     path = tmp_path / "runs" / "mulo_m_desk_seed0" / "lo.pt"
     w0 = torch.load(path, weights_only=True)["weights"]["w0"]
     assert w0.shape == (40, 8)

@@ -371,7 +371,7 @@ def test_cross_entropy_is_the_default(no_kinds):
 
 
 WRONG = {  # text of the example, its replacement: the error
-    ('"sines"', '"vit"'): "'vit' cannot be registered: use letters, and none of in32_mlp, ",
+    ('"sines"', '"vit"'): "'vit' cannot be registered: use an identifier other than in32_mlp, ",
     ('"sines"', '"my sines"'): "'my sines' cannot be registered",
     (", loss_bound=0.75", ""): "sines has no classes: give tasks.register a loss_bound",
     ("loss_bound=0.75", "loss_bound=0"): "loss_bound must be a number above 0, not 0",
