@@ -186,6 +186,12 @@ class MuLO(torch.optim.Optimizer):
                   scheduler overwrites it (with it come fan_in, out_axis, names, role, kind, area)
     step          t, the time that the learned optimizer sees: starts at 0, can be set
 
+    FSDP2 (`fully_shard`) and tensor parallelism: parameters that are DTensors are stepped shard by
+    shard, by "folded" or "literal", and their state is sharded as they are.
+
+    Under torch.distributed VeLO averages the loss over all processes, and its LSTM sees the tensors
+    of all of them; distributed=False if each process trains a net of its own.
+
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
     is float32 for parameters of any dtype. NaN and infinite gradient entries are taken as 0 and
     counted in `nonfinite`. `backend`: "literal" runs the step of this file, "folded" the same with
@@ -215,12 +221,8 @@ class MuLO(torch.optim.Optimizer):
         params = params if isinstance(params, Tensor) else list(params)
         if problem := mismatch(lo.mup, params):
             warnings.warn(f"this learned optimizer was meta-trained {problem}", stacklevel=2)
-        self.lo, self.num_steps, self.backend, self.distributed = (
-            lo,
-            num_steps,
-            backend,
-            distributed,
-        )
+        self.lo, self.num_steps, self.backend = lo, num_steps, backend
+        self.distributed = distributed
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
@@ -457,6 +459,11 @@ class MuLO(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("distributed", True)
+        if memory := self.state.pop("loss", None):  # of an older pickle
+            memory = features.pack_loss_buffer(LossBuffer(**memory))
+            for p_state in self.state.values():
+                p_state["loss"] = memory
         self._forget()
 
 
