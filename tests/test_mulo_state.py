@@ -21,7 +21,11 @@ from mulo import LOConfig
     eps=st.sampled_from(["reference", "relative", "fan_in"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     options=st.fixed_dictionaries(
-        {"lr": st.floats(0, 2), "scale": st.floats(0.1, 1), "weight_decay": st.floats(0, 0.1)}
+        {
+            "lr": st.floats(0, 2, allow_subnormal=False),
+            "scale": st.floats(0.1, 1),
+            "weight_decay": st.floats(0, 0.1, allow_subnormal=False),
+        }
     ),
     steps=st.integers(0, 3),
     seed=st.integers(0, 99),
