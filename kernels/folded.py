@@ -67,7 +67,8 @@ def first_layer(
         if sharded is not None:  # a shard may have size 1 there by chance
             x = x.expand(*(whole[k] if k - x.ndim == sharded else n for k, n in enumerate(x.shape)))
         axes = tuple(
-            n == 1 and k != sharded for k, n in zip(range(2 - x.ndim, 0), x.shape[2:], strict=True)
+            bool(n == 1) and k != sharded
+            for k, n in zip(range(2 - x.ndim, 0), x.shape[2:], strict=True)
         )
         rows = w0[:, start : start + x.shape[1]]
         groups.setdefault(axes, []).append((rows, x))
