@@ -23,6 +23,7 @@ kept with size 1, so every formula broadcasts, for any rank and layout. Tensors 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -126,9 +127,38 @@ def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
     return order[-2] - n, order[-1] - n
 
 
+_shards = None  # of the tensor that is stepped now; None: it is whole
+
+
+@contextlib.contextmanager
+def over_shards(means):
+    """Within, means are over all shards of a tensor: kernels/sharded.py says how."""
+    global _shards
+    before, _shards = _shards, means
+    try:
+        yield
+    finally:
+        _shards = before
+
+
+def sharded_axis() -> int | None:
+    return None if _shards is None else _shards.axis
+
+
+def mean_along(x: Tensor, axis: int) -> Tensor:
+    """Mean along an axis of the tensor, counted from the end; it stays, with size 1."""
+    sharded = _shards is not None and _shards.axis == axis
+    return _shards.mean(x, axis) if sharded else x.mean(axis, True)
+
+
+def mean_all(x: Tensor, axis: int = -1) -> Tensor:
+    """Mean along an axis that all entries of a tensor are flattened to."""
+    return x.mean(axis) if _shards is None else _shards.mean(x, axis).squeeze(axis)
+
+
 def mean_over(x: Tensor, keep: int) -> Tensor:
     """Mean over all axes after the first `keep`; the averaged axes stay, with size 1."""
-    return x.flatten(keep).mean(-1).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
+    return mean_all(x.flatten(keep)).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
 
 
 def safe(x: Tensor, factor: float = 1.0) -> Tensor:
@@ -191,7 +221,7 @@ def accumulate(acc: Accumulators, g: Tensor, dims: Dims, rates: Rates, eps: Eps)
     q = g.square()
     M = torch.lerp(acc.M, g.unsqueeze(1), trailing(rates.M, acc.M.ndim))
     V = torch.lerp(acc.V, q, trailing(rates.V[:, 0], q.ndim))
-    row, col = (q, q) if dims is None else (q.mean(dims[1], True), q.mean(dims[0], True))
+    row, col = (q, q) if dims is None else (mean_along(q, dims[1]), mean_along(q, dims[0]))
     e30 = 0.0 if eps.mode == "relative" else trailing(1e-30 * eps.scale, q.ndim)
     rate = trailing(rates.rc, acc.r.ndim)
     r = torch.lerp(acc.r, (row + e30).unsqueeze(1), rate)
@@ -278,7 +308,7 @@ def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[T
             F = (r / safe(mean)).clamp_min(1e-8).rsqrt() * F
         return F, F
     if dims is not None:
-        mean = r.mean(dims[0], True)  # over d1 = dims[0]: one per decay and batch index
+        mean = mean_along(r, dims[0])  # over d1 = dims[0]: one per decay and batch index
         F = (r / (mean + e9)).clamp(min=e9).rsqrt() * c.clamp(min=e9).rsqrt()
         return F, F
     # DIVERGES: the reference's VeLO has no epsilon in F_m for vectors.
@@ -346,6 +376,15 @@ def init_loss_buffer(*batch: int, device: torch.device | str | None = None) -> L
     return LossBuffer(z, z + 999999999999.0, z[..., 0].clone())
 
 
+def pack_loss_buffer(buffer: LossBuffer) -> Tensor:
+    """A buffer as one tensor, (..., 21)."""
+    return torch.cat([buffer.means, buffer.low, buffer.count.unsqueeze(-1)], -1)
+
+
+def unpack_loss_buffer(x: Tensor) -> LossBuffer:
+    return LossBuffer(x[..., :10], x[..., 10:20], x[..., 20])
+
+
 def loss_decays(num_steps: int, bugged: bool, device: torch.device | str | None = None) -> Tensor:
     """The decays of the 10 means: time constants from 10 steps to num_steps (all 10 if bugged)."""
     top = 1.0 if bugged else math.log10(num_steps)
@@ -384,7 +423,7 @@ def squash(x: Tensor) -> Tensor:
 
 def mean_square(p: Tensor) -> Tensor:
     """Mean of p^2 of each tensor, (S,)."""
-    return wide(p).flatten(1).square().mean(-1)
+    return mean_all(wide(p).flatten(1).square())
 
 
 def param_scale(p: Tensor) -> Tensor:
@@ -394,8 +433,8 @@ def param_scale(p: Tensor) -> Tensor:
 
 def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     """Variance and mean of each row of (S, n): torch.var_mean takes ten times longer."""
-    mean = x.mean(-1, keepdim=True)
-    return (x - mean).square_().mean(-1), mean.squeeze(-1)
+    mean = mean_all(x)
+    return mean_all((x - mean.unsqueeze(-1)).square_()), mean
 
 
 def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None) -> Tensor:

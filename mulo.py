@@ -20,10 +20,12 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from numbers import Integral, Real
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 __version__ = "0.2.0"
@@ -32,7 +34,7 @@ __path__ = [os.path.dirname(os.path.abspath(__file__))]  # files beside this one
 from mulo import features, kernels, roles
 from mulo.checkpoints import from_pylo, from_reference, load, save
 from mulo.features import Accumulators, Dims, Eps, LossBuffer, Numbers, Phi, Rates, trailing
-from mulo.kernels import folded
+from mulo.kernels import folded, sharded
 from mulo.nets import LO, LOConfig, SmallFC, VeLO, generate, mlp, stacked
 from mulo.nets import NETS as NETS  # not public, but used by other modules
 from mulo.roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
@@ -68,7 +70,8 @@ def step(
     acc = features.accumulate(acc, g, dims, rates, eps)
     x = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
     A_hat = torch.cat([x_k.expand(-1, -1, *shape).flatten(2).mT for x_k in x.values()], -1)
-    A = A_hat * features.inverse_rms(A_hat.square().mean(1), eps).unsqueeze(1)  # A_bar, (S, n, 28)
+    inverse_rms = features.inverse_rms(features.mean_all(A_hat.square(), 1), eps)
+    A = A_hat * inverse_rms.unsqueeze(1)  # A_bar, (S, n, 28)
     if config.net == "small_fc":
         x_time = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)
         A = torch.cat([A, x_time.expand(len(p), A.shape[1], -1)], -1)  # (S, n, 39)
@@ -87,6 +90,7 @@ class Stack:
     acc: Accumulators
     dims: Dims
     rows: np.ndarray | None = None  # from kernels.rows; None if the kernel cannot take it
+    shards: sharded.Shards | None = None  # if p is one shard of a tensor
 
 
 class Weights:
@@ -117,19 +121,30 @@ def advance_(
             fast_grads = [grads[n] for n in fast]
             bad = kernels.step_(config, rows, params, fast_grads, weights.packed, numbers, fast)
     pure_step = step if backend == "literal" else folded.step
-    for n in slow:
-        x, g = stacks[n], grads[n]
+
+    def step_one(n: int) -> tuple[Accumulators, Tensor]:
+        x = stacks[n]
         phi = {k: w[:, n] for k, w in weights.phi.items()} if velo else weights.phi
         t, scale, decay, eps_scale = (number[:, n] for number in numbers)
         eps_scale = eps_scale if config.eps == "fan_in" else 1.0
-        args = phi, x.acc, x.p, g, t, scale, x.dims, decay, eps_scale
-        acc, p = pure_step(config, *args, rates=weights.rates)
-        bad = bad + (~g.isfinite()).sum() if count else bad
-        torch._foreach_copy_([x.p, *x.acc], [p, *acc])
+        args = phi, x.acc, x.p, grads[n], t, scale, x.dims, decay, eps_scale
+        return pure_step(config, *args, rates=weights.rates)
+
+    steps = {n: (partial(step_one, n), stacks[n].shards) for n in slow}
+    for n, (acc, p) in sharded.replay(steps):
+        bad = bad + (~grads[n].isfinite()).sum() if count else bad
+        torch._foreach_copy_([stacks[n].p, *stacks[n].acc], [p, *acc])
     return bad
 
 
 # ---------------------------------------------------------------- the Optimizer
+
+
+def all_reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:
+    """x, reduced over all processes."""
+    x = x.clone()
+    dist.all_reduce(x, op)
+    return x
 
 
 def mismatch(mup: bool | None, params: Iterable) -> str | None:
@@ -176,6 +191,11 @@ class MuLO(torch.optim.Optimizer):
     counted in `nonfinite`. `backend`: "literal" runs the step of this file, "folded" the same with
     fewer memory accesses, "kernel" C++ on CPUs and Triton on CUDA. "auto" uses the kernel if it can
     be built and, in a check at first use, agrees with "folded".
+
+    DTensor parameters (FSDP2's `fully_shard`, tensor parallelism) are stepped shard by shard by
+    "folded" or "literal", and their state is sharded like them. Under torch.distributed, VeLO
+    averages the loss over all processes, and the max in its LSTM is over the tensors of all
+    processes; pass distributed=False if each process trains a separate net.
     """
 
     def __init__(
@@ -186,6 +206,7 @@ class MuLO(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         num_steps: int | None = None,
         backend: str = "auto",
+        distributed: bool = True,
     ):
         if not isinstance(lo, LO):
             raise TypeError(f"lo must be a learned optimizer, as mulo.load returns, not {lo!r}.")
@@ -200,6 +221,7 @@ class MuLO(torch.optim.Optimizer):
         if problem := mismatch(lo.mup, params):
             warnings.warn(f"this learned optimizer was meta-trained {problem}", stacklevel=2)
         self.lo, self.num_steps, self.backend = lo, num_steps, backend
+        self.distributed = distributed
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
@@ -249,7 +271,7 @@ class MuLO(torch.optim.Optimizer):
                 numbers.scale.mul_(alpha[:, index].to(device))
             else:
                 weights = self._weights_on(device)
-            grads = [params[k][0].grad.view_as(stacks[k].p) for k in on_device]
+            grads = [sharded.local_grad(params[k][0]).view_as(stacks[k].p) for k in on_device]
             bad = self._advance(backend, weights, [stacks[k] for k in on_device], grads, numbers)
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
@@ -302,24 +324,30 @@ class MuLO(torch.optim.Optimizer):
         if "M" not in state:
             state |= self.new_state(p, group["out_axis"])
         tensors = [state[k] for k in Accumulators._fields]
-        layout = p.data_ptr(), p.shape, p.stride()
+        part = sharded.local(p.detach())
+        layout = part.data_ptr(), part.shape, part.stride()
         cached = self._stacks.get(p)
         if cached is None or cached[0] != layout or not all(map(operator.is_, tensors, cached[1])):
-            shape = tuple(p.shape) or (1,)  # a scalar is a vector of one
-            one, acc = p.detach().view(1, *shape), Accumulators(*(x.unsqueeze(0) for x in tensors))
-            dims = features.factored_dims(shape, group["out_axis"])
-            stack = Stack(one, acc, dims, kernels.rows(one, acc, dims))
+            one = part.view(1, *(part.shape or (1,)))  # a scalar is a vector of one
+            acc = Accumulators(*(sharded.local(x).unsqueeze(0) for x in tensors))
+            dims = features.factored_dims(tuple(p.shape), group["out_axis"])
+            shards = sharded.shards_of(p, roles.name_of(p, group))
+            rows = None if shards else kernels.rows(one, acc, dims)
+            stack = Stack(one, acc, dims, rows, shards)
             cached = self._stacks[p] = layout, tensors, stack
         return cached[2]
 
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
         """The initial state of a parameter: zero accumulators, and for VeLO the LSTM's state."""
-        one = p.new_empty((1, *(tuple(p.shape) or (1,))))
-        acc = features.init_accumulators(one, features.factored_dims(one.shape[1:], out_axis))
-        state = {k: x[0] for k, x in acc._asdict().items()}
+        part, dims = sharded.local(p), features.factored_dims(tuple(p.shape), out_axis)
+        acc = features.init_accumulators(part.new_empty((1, *(part.shape or (1,)))), dims)
+        d1, d0 = dims or (None, None)
+        averaged = {"r": d0, "c": d1}
+        state = {k: sharded.like(p, x[0], averaged.get(k)) for k, x in acc._asdict().items()}
         if isinstance(self.lo, VeLO):
             for k, x in (("h", self.lo.hidden0[0]), ("cell", self.lo.cell0[0])):
                 state[k] = x.detach().to(p.device, torch.float32, copy=True)
+            state["loss"] = features.pack_loss_buffer(features.init_loss_buffer(device=p.device))
         return state
 
     def _generate(
@@ -330,25 +358,37 @@ class MuLO(torch.optim.Optimizer):
         loss = features.send(torch.as_tensor(loss, dtype=torch.float32).detach(), device)
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
-        memory = self.state.get("loss")
-        memory = LossBuffer(**memory) if memory else features.init_loss_buffer(device=device)
-        memory = LossBuffer(*(x[None].to(device) for x in memory))
+        loss, share = loss.reshape(1), None
+        if self.distributed and dist.is_available() and dist.is_initialized():
+            loss = all_reduce(loss / dist.get_world_size(), dist.ReduceOp.SUM)
+            share = partial(all_reduce, op=dist.ReduceOp.MAX)
         states = [self.state[p] for p, _ in params]
-        x_tensor = [features.tensor_features(x.p, x.acc.M, x.acc.V).float() for x in stacks]
-        x_tensor = torch.cat([x.to(device) for x in x_tensor])
+        memory = next((s["loss"].to(device) for s in self.state.values() if "loss" in s), None)
+        if memory is None:
+            memory = features.pack_loss_buffer(features.init_loss_buffer(device=device))
+        memory = features.unpack_loss_buffer(memory[None])
+        ranks = [sum(n > 1 for n in p.shape) for p, _ in params]
+        statistics = [
+            partial(features.tensor_features, x.p, x.acc.M, x.acc.V, rank)
+            for x, rank in zip(stacks, ranks, strict=True)
+        ]
+        statistics = {n: (f, stacks[n].shards) for n, f in enumerate(statistics)}
+        x_tensor = [x.float().to(device) for _, x in sorted(sharded.replay(statistics))]
+        x_tensor = torch.cat(x_tensor)
         h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
         decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
         t = self._numbers([group for _, group in params], device).t
         per_tensor = (x[None] for x in (x_tensor, h, cell))
         phi, time = self._weights_on(device), (decays, t, self.num_steps)
         memory, h, cell, phi, alpha = generate(
-            config, phi, memory, loss.reshape(1), *time, *per_tensor
+            config, phi, memory, loss, *time, *per_tensor, share=share
         )
-        self.state["loss"] = {k: x[0] for k, x in memory._asdict().items()}
+        memory = features.pack_loss_buffer(memory)[0]
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
-            s["h"], s["cell"] = h_k, cell_k
+            s["h"], s["cell"], s["loss"] = h_k, cell_k, memory
         if config.param_scale_mult:
-            scales = [self._param_scale(x).to(device, alpha.dtype) for x in stacks]
+            scales = {n: (partial(self._param_scale, x), x.shards) for n, x in enumerate(stacks)}
+            scales = [x.to(device, alpha.dtype) for _, x in sorted(sharded.replay(scales))]
             alpha = alpha * torch.stack(scales, 1)
         return phi, alpha
 
@@ -386,18 +426,17 @@ class MuLO(torch.optim.Optimizer):
             )
         ids = [k for group in groups for k in group["params"]]
         params = [(p, group) for group in self.param_groups for p in group["params"]]
-        saved = []
+        saved, memory = [], state.get("loss")  # of an older file: one memory, beside the parameters
+        memory = {"loss": features.pack_loss_buffer(LossBuffer(**memory))} if memory else {}
         for k, (p, group) in zip(ids, params, strict=True):
             if state.get(k):
                 new = self.new_state(torch.empty_like(p, device="meta"), group["out_axis"])
-                shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
+                mine = memory | state[k]
+                shapes = {name: getattr(x, "shape", None) for name, x in mine.items()}
                 if shapes != {name: x.shape for name, x in new.items()}:
                     name = roles.name_of(p, group)
                     raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
-                saved.append((p, state[k]))
-        velo = self.lo.config.net == "velo"
-        if velo and saved and set(state.get("loss", ())) != {*LossBuffer._fields}:
-            raise ValueError(f"the state_dict has no memory of VeLO's losses: {fix}")
+                saved.append((p, mine))
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -412,16 +451,19 @@ class MuLO(torch.optim.Optimizer):
                 k: x.detach().to(p.device, torch.float32, copy=True) for k, x in state.items()
             }
             self.state[p] = {k: x.contiguous() for k, x in tensors.items()}
-        if "loss" in self.state:
-            memory, device = self.state["loss"], self.param_groups[0]["params"][0].device
-            self.state["loss"] = {k: x.detach().to(device, copy=True) for k, x in memory.items()}
+        self.state.pop("loss", None)
 
     def __getstate__(self) -> dict:
-        names = ("lo", "num_steps", "backend", "_nonfinite")
+        names = ("lo", "num_steps", "backend", "distributed", "_nonfinite")
         return super().__getstate__() | {k: self.__dict__[k] for k in names}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("distributed", True)
+        if memory := self.state.pop("loss", None):  # of an older pickle
+            memory = features.pack_loss_buffer(LossBuffer(**memory))
+            for p_state in self.state.values():
+                p_state["loss"] = memory
         self._forget()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -167,13 +168,16 @@ def lstm_step(
     x: Tensor,  # (P, T, 30): per-tensor features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
+    share: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One LSTM step for every tensor. Its input includes a max over all tensors of the net."""
+    """One LSTM step for every tensor. Its input includes a max over all tensors of the net; `share`
+    extends the max to the tensors of other processes."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
 
-    y = linear("embed", x) + linear("mix", x).relu().amax(-2, keepdim=True)
+    largest = linear("mix", x).relu().amax(-2, keepdim=True)  # (P, 1, H)
+    y = linear("embed", x) + (share(largest) if share else largest)
     i, g, f, o = linear("lstm", torch.cat([y, h], -1)).chunk(4, -1)
     cell = torch.sigmoid(f + 1) * cell + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(cell), cell
@@ -207,6 +211,7 @@ def generate(
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
     fractions: Tensor | None = None,  # features.FRACTIONS, from an exported graph
+    share: Callable[[Tensor], Tensor] | None = None,  # see lstm_step
 ) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
     """VeLO before each step: advance the LSTM and generate the MLPs of T tensors of P nets.
 
@@ -216,7 +221,7 @@ def generate(
     x_time = features.fraction_features(t, num_steps, config.spec, fractions)
     x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
     x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
-    h, cell = lstm_step(phi, x, h, cell)
+    h, cell = lstm_step(phi, x, h, cell, share)
     return memory, h, cell, *hypernetwork(config, phi, h)
 
 

@@ -62,8 +62,14 @@ def first_layer(
     """
     groups: dict[tuple[bool, ...], list[tuple[Tensor, Tensor]]] = {}
     start = 0
+    whole, sharded = inputs["g"].shape, features.sharded_axis()
     for x in inputs.values():
-        axes = tuple(bool(n == 1) for n in x.shape[2:])
+        if sharded is not None:  # a shard may have size 1 there by chance
+            x = x.expand(*(whole[k] if k - x.ndim == sharded else n for k, n in enumerate(x.shape)))
+        axes = tuple(
+            bool(n == 1) and k != sharded
+            for k, n in zip(range(2 - x.ndim, 0), x.shape[2:], strict=True)
+        )
         rows = w0[:, start : start + x.shape[1]]
         groups.setdefault(axes, []).append((rows, x))
         start += x.shape[1]
@@ -71,6 +77,6 @@ def first_layer(
     for axes in sorted(groups, key=lambda axes: -sum(axes)):
         rows, xs = zip(*groups[axes], strict=True)
         x = torch.cat(xs, 1)
-        norm = features.inverse_rms(x.square().flatten(2).mean(-1), eps)
+        norm = features.inverse_rms(features.mean_all(x.square().flatten(2)), eps)
         layers.append((torch.cat(rows, 1).mT * norm.unsqueeze(1), x))
     return layers

@@ -84,15 +84,16 @@ def test_golden_lstm_inputs(name, monkeypatch):
     golden, seen = Golden(name), []
     original = nets.lstm_step
     monkeypatch.setattr(
-        nets, "lstm_step", lambda phi, x, h, c: (seen.append(x[0]), original(phi, x, h, c))[1]
+        nets, "lstm_step", lambda phi, x, *rest: (seen.append(x[0]), original(phi, x, *rest))[1]
     )
     for s, _, opt in run(golden, "jax"):
         np.testing.assert_allclose(seen[s], golden["lstm_in"][s], atol=1e-3)
         exact = np.r_[:9, 18:30]  # all but the loss features, whose 1 - decay^n cancels in float32
         np.testing.assert_allclose(seen[s][:, exact], golden["lstm_in"][s][:, exact], atol=2e-5)
-        memory = opt.state["loss"]  # 1 - decay has four digits in float32, by the processor's exp
-        np.testing.assert_allclose(memory["means"], golden["loss_buffer/means"][s], rtol=1e-4)
-        np.testing.assert_allclose(memory["low"], golden["loss_buffer/running_min"][s], rtol=1e-4)
+        memory = features.unpack_loss_buffer(next(iter(opt.state.values()))["loss"])
+        # 1 - decay has four digits in float32, by the processor's exp
+        np.testing.assert_allclose(memory.means, golden["loss_buffer/means"][s], rtol=1e-4)
+        np.testing.assert_allclose(memory.low, golden["loss_buffer/running_min"][s], rtol=1e-4)
 
 
 def test_golden_time_features():

@@ -1,0 +1,138 @@
+"""The step on shards: parameters that are DTensors, as FSDP2 and tensor parallelism make them.
+
+Every process steps its own shard. The step is element-wise but for its means: inside `replay`,
+`features.mean_along` and `features.mean_over` return means over all shards. A function is run until
+it asks for a mean that is not known; then the sums that all functions ask for are added over the
+processes in one call, and the functions run again from their start. They are pure, so that is safe.
+A step of small_fc needs three such calls, whatever the number of tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mulo import features
+
+K, T = TypeVar("K"), TypeVar("T")
+
+
+def is_dtensor(x: Tensor) -> bool:
+    """Whether x is a DTensor; importing that class takes long, so look whether somebody has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+class Unknown(Exception):
+    """Raised where a function asks for a mean over shards that is not known yet."""
+
+
+class Shards(NamedTuple):
+    """How a tensor is sharded."""
+
+    axis: int  # counted from the end
+    group: dist.ProcessGroup
+
+
+class Means:
+    """Means over the shards of one tensor, in the order in which the step asks for them."""
+
+    def __init__(self, shards: Shards):
+        self.axis, self.group = shards
+        self.known: list[Tensor] = []
+        self.asked, self.sums = 0, None
+
+    def mean(self, x: Tensor, axis: int) -> Tensor:
+        """The mean along an axis, which stays with size 1, over all shards.
+
+        Also where x is the same on every shard: sums and counts are added, then divided.
+        """
+        self.asked += 1
+        if self.asked > len(self.known):
+            self.sums = x.sum(axis, keepdim=True)
+            self.count = x.numel() / max(1, self.sums.numel())
+            raise Unknown
+        return self.known[self.asked - 1]
+
+
+def replay(functions: dict[K, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[K, T]]:
+    """The results of functions of one tensor each, as they are known. None: not sharded."""
+    waiting = {k: (f, Means(shards)) for k, (f, shards) in functions.items() if shards}
+    yield from ((k, f()) for k, (f, shards) in functions.items() if not shards)
+    while waiting:
+        for k, (f, means) in list(waiting.items()):
+            means.asked = 0
+            try:
+                with features.over_shards(means):
+                    result = f()
+            except Unknown:
+                continue
+            del waiting[k]
+            yield k, result
+        _add([means for _, means in waiting.values()])
+
+
+def _add(waiting: list[Means]) -> None:
+    """Turn the sums that are asked for into means over all processes, one call for each group."""
+    for group in dict.fromkeys(m.group for m in waiting):
+        members = [m for m in waiting if m.group is group]
+        parts = [torch.cat([m.sums.flatten(), m.sums.new_tensor([m.count])]) for m in members]
+        total = torch.cat(parts)
+        dist.all_reduce(total, group=group)
+        for m, part in zip(members, total.split([len(x) for x in parts]), strict=True):
+            m.known.append((part[:-1] / part[-1]).view(m.sums.shape))
+
+
+def shards_of(p: Tensor, name: str) -> Shards | None:
+    """How a parameter is sharded; None unless it is a sharded DTensor."""
+    if not is_dtensor(p):
+        return None
+    shards = [k for k, x in enumerate(p.placements) if x.is_shard()]
+    if len(shards) > 1 or any(type(x).__name__ not in ("Shard", "Replicate") for x in p.placements):
+        raise ValueError(
+            f"parameter {name} is placed as {p.placements}: MuLO takes parameters that are sharded "
+            "along one axis of the device mesh, and replicated along the others."
+        )
+    if not shards:
+        return None
+    axis = p.placements[shards[0]].dim % p.ndim
+    return Shards(axis - p.ndim, p.device_mesh.get_group(shards[0]))
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor that this process has."""
+    return x.to_local() if is_dtensor(x) else x
+
+
+def local_grad(p: Tensor) -> Tensor:
+    """The gradient of this process's part of a parameter."""
+    g = p.grad
+    if is_dtensor(g) and g.placements != p.placements:
+        g = g.redistribute(placements=p.placements)
+    return local(g)
+
+
+def like(p: Tensor, x: Tensor, averaged: int | None) -> Tensor:
+    """State x of this process's part of p, as a DTensor that is sharded as p is.
+
+    The last axes of x are those of p; the one that is averaged, counted from the end, is not
+    sharded.
+    """
+    if not is_dtensor(p):
+        return x
+    tensor, placements, lead = sys.modules["torch.distributed.tensor"], [], x.ndim - p.ndim
+    for place in p.placements:
+        axis = place.dim % p.ndim if place.is_shard() else None
+        split = axis is not None and axis - p.ndim != averaged
+        placements.append(tensor.Shard(lead + axis) if split else tensor.Replicate())
+    shape = [1 if k - p.ndim == averaged else n for k, n in enumerate(p.shape)]
+    shape = torch.Size([*x.shape[:lead], *(shape if p.ndim else x.shape[lead:])])
+    stride = torch.empty(shape, device="meta").stride()
+    return tensor.DTensor.from_local(
+        x, p.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
