@@ -332,6 +332,8 @@ class MuLO(torch.optim.Optimizer):
             acc = Accumulators(*(sharded.local(x).unsqueeze(0) for x in tensors))
             dims = features.factored_dims(tuple(p.shape), group["out_axis"])
             shards = sharded.shards_of(p, roles.name_of(p, group))
+            if shards and self.backend == "kernel":
+                raise ValueError('kernels do not take sharded parameters: pass backend="auto".')
             rows = None if shards else kernels.rows(one, acc, dims)
             stack = Stack(one, acc, dims, rows, shards)
             cached = self._stacks[p] = layout, tensors, stack

@@ -55,14 +55,18 @@ def optimizer(groups, name):
 
 
 def train(net, opt, rank=None, measure=lambda: 0.0):
-    """Noisy batches, half of each for one of two processes. VeLO gets the loss of its own half."""
+    """Noisy batches, half of each for one of two processes; VeLO gets the loss of its own half.
+
+    One process averages the losses of the halves: VeLO compares losses, so rounding matters.
+    """
     gen, total = torch.Generator().manual_seed(1), 0.0
     teacher = torch.randn(16, 3, generator=gen)
     for _ in range(STEPS):
         x = torch.randn(BATCH, 16, generator=gen)
         y = (x @ teacher + torch.randn(BATCH, 3, generator=gen)).argmax(1)
-        half = slice(None) if rank is None else slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
-        loss = nn.functional.cross_entropy(net(x[half]), y[half])
+        halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
+        halves = halves if rank is None else halves[rank : rank + 1]
+        loss = sum(nn.functional.cross_entropy(net(a), b) / len(halves) for a, b in halves)
         loss.backward()
         opt.step(**({"loss": loss} if "velo" in opt_name(opt) else {}))
         opt.zero_grad()
@@ -105,6 +109,12 @@ def worker(rank, port, folder):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for how, name in CASES:
         net, opt = split(how, rank, name)
+        if how == "fsdp2":
+            refused = optimizer(opt.param_groups, name)
+            refused.backend = "kernel"
+            with pytest.raises(ValueError, match="kernels do not take sharded parameters"):
+                train(net, refused, rank)
+            opt.zero_grad()
         whole = how == "tensor"  # every process sees the whole batch
         train(net, opt, None if whole else rank)
         params = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
