@@ -117,7 +117,7 @@ show("5_unroll", {k: (range(steps), x) for k, x in unrolls.items()}, "step", "lo
 
 # %%
 flat = torch.nn.utils.parameters_to_vector(lo.parameters()).detach()
-scales = training.update_scales(task)  # of μP
+scales = {k: g["scale"] for k, g in training.groups_of(task).items()}  # of μP
 
 
 def last_loss(phi, T, seed, graph=False):
