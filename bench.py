@@ -6,7 +6,7 @@
     python bench.py many                # models of many tensors: a ViT and a ResNet
     python bench.py metatrain           # an outer step of meta-training: kernel and folded
     python bench.py export              # the step in onnxruntime and in eager PyTorch
-    python bench.py step --repeats 50   # steadier figures
+    python bench.py step --repeats 50   # less noise
 
 The first two variables make glibc keep freed memory; it reads them when the process starts. Without
 them temporaries of a megabyte are mapped and cleared again at every step. The third silences
@@ -117,7 +117,7 @@ def machine(device: str = "cpu") -> str:
 
 
 def keep(command: str, tables: list[Table], device: str = "cpu", page: Path = PAGE) -> None:
-    """Write a section of the page, in place of an older one of the same command."""
+    """Write a section of the page; replaces that of the same command."""
     flag = "" if device == "cpu" else f" --device {device}"
     title = f"## python bench.py {command}{flag}\n"
     text = page.read_text() if page.exists() else ""
@@ -146,8 +146,8 @@ def our_step(shapes: Shapes, config: mulo.LOConfig, backend: str, device: str = 
 
 
 def contestants_for(shapes: Shapes, config: mulo.LOConfig, device: str = "cpu") -> Runs:
-    """Names and steps: ours, AdamW's, and PyLO's if it is installed."""
-    small = sum(map(math.prod, shapes)) <= 2**20  # the literal step of others takes seconds
+    """Steps by name: ours, AdamW's, and PyLO's if it is installed."""
+    small = sum(map(math.prod, shapes)) <= 2**20  # on larger models the literal step takes seconds
     backends = ("kernel", "folded", "literal") if small else ("kernel", "folded")
     steps = {backend: our_step(shapes, config, backend, device) for backend in backends}
     for kind in ("foreach", "fused"):
@@ -247,7 +247,7 @@ def bench_metatrain(repeats: int, device: str) -> list[Table]:
 
 
 def bench_export(repeats: int, device: str) -> list[Table]:
-    from mulo import export, serving  # here, as they need optional packages
+    from mulo import export, serving  # here, because they need optional packages
 
     nets, rows = {"mulo_m": mulo.load("mulo_m")}, {}
     nets["small_fc32"] = mulo.SmallFC(mulo.LOConfig(hidden_size=32))
@@ -269,8 +269,8 @@ COMMANDS = dict(step=bench_step, many=bench_many, metatrain=bench_metatrain, exp
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure speed and memory, into BENCHMARKS.md.")
     parser.add_argument("command", choices=[*COMMANDS, "all"], help="what to measure")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds of which the best counts")
-    parser.add_argument("--device", default="cpu", help="cuda is for step and many")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds (default: 15)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), or cuda for step and many")
     args = parser.parse_args()
     if args.device != "cpu" and args.command not in ("step", "many"):
         parser.error(f"{args.command} is measured on the CPU only: drop --device.")

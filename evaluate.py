@@ -1,15 +1,15 @@
-"""Meta-testing: train nets with learned optimizers and tuned baselines, and keep their losses.
+"""Meta-testing: train nets with learned optimizers and tuned baselines, and save their losses.
 
     python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
     python evaluate.py task fashion8_mlp_w256_d3 --optimizers mulo_m lo_m adamw muadam
 
     job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
-    losses = Results(Path("results")).losses(job)        # (50, seeds); trained unless kept
+    losses = Results(Path("results")).losses(job)        # (50, seeds); trains only what is missing
 
 A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
 training loss averaged over 50 equal windows (nan after divergence). With --test, nets train on the
-train split alone, and a second row has their test losses. Kept nets are not trained again unless
---fresh is given. `paper.py` has the paper's experiments, which build on this file.
+train split only, and a second row has their test losses. Saved nets are not trained again unless
+--fresh is given. `paper.py` has the paper's experiments, which use this file.
 
 Baselines (paper, appendix B): `adamw` and `muadam` are tuned at one width and keep their values at
 all others; results/tuned has these values. `adamw_default` is AdamW with torch's defaults,
@@ -76,7 +76,7 @@ GRIDS = {  # the paper's tables: 504 and 512 configurations
 FIELDS = ("lr", "b1", "b2", "weight_decay")
 ADAM_DEFAULTS = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
 ADAMW_DEFAULTS = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
-RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][15::2]}  # `Tuning`'s
+RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][15::2]}  # of `Tuning`
 RATES["muon"] = RATES["adamw"]
 PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
     "adamw": {
@@ -123,8 +123,8 @@ def best(
     key = f"{name}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
     if path.exists() and key in (known := json.loads(path.read_text())):
         return known[key]
-    papers = None if width or schedule != "constant" else PAPER.get(name, {}).get(kind)
-    return dict(zip(FIELDS, papers, strict=True)) if papers else None
+    values = None if width or schedule != "constant" else PAPER.get(name, {}).get(kind)
+    return dict(zip(FIELDS, values, strict=True)) if values else None
 
 
 def remember(
@@ -162,15 +162,15 @@ def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
 class Tuning:
     """A search for a baseline's values, as a job for `Results.execute`.
 
-    It is over learning rates, all with the first seed, then the best with all seeds; or over the
-    full grid of the paper, with all seeds.
+    Tries learning rates with the first seed, then the best FINALISTS of them with all seeds; with
+    `full`, tries the paper's grid with all seeds.
     """
 
     name: str  # "adamw", "muadam" or "muon"
     task: str
     steps: int
     schedule: str = "constant"
-    every_width: bool = False  # the values hold for this width alone
+    every_width: bool = False  # for adamw_oracle: save the values for the task's width only
     seeds: tuple[int, ...] = (5001, 5002, 5003)
     full: bool = False
 
@@ -184,7 +184,7 @@ class Tuning:
         return self.name, task.kind, self.steps, self.schedule, width
 
     def search(self, configs: list[dict], seeds: Sequence[int], device: str) -> list[dict]:
-        """Every configuration with its final loss (mean over the seeds), best first."""
+        """Return every configuration with its final loss (mean over seeds), best first."""
         task, scored = training.with_rules(tasks.get(self.task), self.name == "muadam"), []
         size = max(1, CHUNK // len(seeds))
         for start in tqdm(range(0, len(configs), size), str(self)):
@@ -198,7 +198,7 @@ class Tuning:
         return sorted(scored, key=lambda c: math.inf if math.isnan(c["loss"]) else c["loss"])
 
     def run(self, device: str = "cpu", backend: str = "auto") -> dict:
-        """The best values, and the size of the search."""
+        """Return the best values, with the size of the search."""
         task, finalists = tasks.get(self.task), grid(self.name) if self.full else []
         tried = len(finalists)
         if not self.full:
@@ -227,13 +227,13 @@ class Contender:
 
 
 def contender(name: str) -> Contender:
-    """By name: a baseline, a shipped optimizer, a file, or the folder of a meta-training run."""
+    """Find an optimizer: a baseline, a shipped name, a file, or the folder of a run."""
     if name in BASELINES | MORE_BASELINES:
         return Contender(name, roles.ALL if name == "muadam" else ())
     folder = Path(name)
     path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
     recipe = checkpoints.about(path).get("recipe")
-    recipe = recipe or {"mup": False, "name": None}  # others' weights, such as VeLO-4000: in SP
+    recipe = recipe or {"mup": False, "name": None}  # imported weights, such as VeLO-4000: in SP
     label = folder.parent.name if folder.name == "lo.pt" else folder.name.removesuffix(".npz")
     return Contender(label, roles.ALL if recipe["mup"] else (), mulo.load(path), recipe["name"])
 
@@ -242,8 +242,8 @@ def contender(name: str) -> Contender:
 class Job:
     """Nets to train side by side: one optimizer, one task, several seeds.
 
-    With `test`, nets train on the train split, and their test losses are kept too. With
-    `probe_at`, activations at these steps are kept in place of the losses.
+    With `test`, nets train on the train split, and their test losses are saved too. With
+    `probe_at`, activations at these steps are saved in place of the losses.
     """
 
     optimizer: Contender
@@ -260,7 +260,7 @@ class Job:
     def __post_init__(self):
         lo, rules, values = self.optimizer.lo, self.optimizer.rules, self.values
         split = "train" if self.test else "all"
-        task = tasks.get(self.task, rules=rules, split=split)  # raises if there is none
+        task = tasks.get(self.task, rules=rules, split=split)  # raises if the name is unknown
         if lo is None and values is None:
             # Read once: another process may tune the baseline while this job waits.
             values = tuned(self.optimizer.name, task, self.steps, self.schedule)
@@ -272,7 +272,7 @@ class Job:
 
     def keys(self, split: str = "") -> list[tuple]:
         """Keys of the results: one per seed, or one per probed step; with split="test", those of
-        the test losses. The digest tells apart what has the same name."""
+        the test losses. The digest distinguishes optimizers of the same name."""
         head = (self.optimizer.name, self.digest, self.task, str(self.steps), self.schedule)
         if self.probe_at:
             return [(*head, " ".join(map(str, self.seeds)), t) for t in self.probe_at]
@@ -305,7 +305,7 @@ class Job:
         return {key: [float(f"{x:.6g}") for x in values] for key, values in by_key}
 
 
-# ---------------------------------------------------------------- kept results
+# ---------------------------------------------------------------- saved results
 
 
 def mean_stderr(x: Tensor) -> tuple[float, float]:
@@ -326,7 +326,7 @@ def _prepare_process() -> None:
 
 
 def _rough_cost(job) -> int:
-    """Of a Job or a Tuning, in arbitrary units; 0 for runs of meta-training."""
+    """The cost of a Job or Tuning in arbitrary units; 0 for other jobs."""
     task = tasks.get(job.task) if hasattr(job, "task") else None
     return job.steps * len(job.seeds) * (task.depth * task.width**2 + 20_000) if task else 0
 
@@ -354,7 +354,7 @@ class Results:
         self.read()
 
     def read(self) -> None:
-        """Add what the files have."""
+        """Add the results in the files."""
         n, losses, activations = len(self.KEY), "losses.csv", "activations.csv"
         if (self.folder / losses).exists():
             with open(self.folder / losses, newline="") as file:
@@ -500,36 +500,36 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def positive(text: str) -> int:
-    """The type of flags that are counts."""
+    """An argparse type."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of 1 or more")
     return int(text)
 
 
 FLAGS = {
-    "kind": dict(help="of task, such as fashion8_mlp"),
-    "tasks": dict(nargs="+", help="such as fashion8_mlp_w256_d3"),
+    "kind": dict(help="kind of task, such as fashion8_mlp"),
+    "tasks": dict(nargs="+", help="names of tasks, such as fashion8_mlp_w256_d3"),
     "--scale": dict(choices=SCALES, default="desk", help="desk (the default) or paper"),
-    "--width": dict(type=positive, help="of the nets (default: the widest of meta-training)"),
-    "--depth": dict(type=positive, default=3, help="of the nets (default: 3)"),
-    "--steps": dict(type=positive, help="of training (default: 500; tune: as in meta-training)"),
+    "--width": dict(type=positive, help="width (default: the widest of meta-training)"),
+    "--depth": dict(type=positive, default=3, help="depth of the nets (default: 3)"),
+    "--steps": dict(type=positive, help="length of runs (default: 500; tune: as in meta-training)"),
     "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
-    "--schedule": dict(choices=SCHEDULES, default="constant", help="default: constant"),
+    "--schedule": dict(choices=SCHEDULES, default="constant", help="of rates (default: constant)"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
-    "--every-width": dict(action="store_true", help="save for this width alone (adamw_oracle)"),
+    "--every-width": dict(action="store_true", help="for adamw_oracle: save for this width only"),
     "--optimizers": dict(nargs="+", help="shipped names, files, folders of runs, baselines"),
     "--out": dict(type=Path, help="folder of the results (default: results)"),
-    "--fresh": dict(action="store_true", help="train again what the folder already has"),
+    "--fresh": dict(action="store_true", help="retrain nets that the folder already has"),
     "--processes": dict(type=positive, help="workers (default: one per core, 1 on a GPU)"),
     "--at-once": dict(type=positive, help="nets side by side: fewer take less memory"),
     "--device": dict(default="auto", help=kernels.DEVICE_HELP),
-    "--backend": dict(default="auto", choices=kernels.BACKENDS, help="of learned optimizers"),
+    "--backend": dict(default="auto", choices=kernels.BACKENDS, help="how learned optimizers step"),
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def one_sentence(program: str) -> Iterator[None]:
-    """End with one sentence on Ctrl-C, and on errors that tell the fix."""
+    """Exit with one sentence, without a traceback, on Ctrl-C and on expected errors."""
     try:
         yield
     except KeyboardInterrupt:

@@ -51,10 +51,10 @@ except ImportError as error:
 
 FORMAT, VERSION = "mulo-export", 3
 TOLERANCE = 3e-6  # relative to the largest update, or to the largest entry of a state
-SIZES = {"b": 2, "e": 3, "m": 5, "n": 7, "T": 11}  # to trace with: torch.export specializes on 1
-Shapes = dict[str, tuple[int | str, ...]]  # by name; letters are free sizes
+SIZES = {"b": 2, "e": 3, "m": 5, "n": 7, "T": 11}  # to trace with; torch.export specializes on 1
+Shapes = dict[str, tuple[int | str, ...]]  # by name; letters are dynamic sizes
 
-# It warns that torchvision is missing.
+# torch.onnx warns that torchvision is missing.
 logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
 
 
@@ -106,7 +106,7 @@ class Graphs(nn.Module):
     def step(self, kind: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         x = dict(zip(shapes(self.config, kind)[0], inputs, strict=True))
         p, scale, dims = x["p"], x["scale"], None
-        if kind == "tensor":  # if m > n, scale is NaN, so that no wrong update goes unnoticed
+        if kind == "tensor":  # if m > n, scale is NaN, so that a wrong layout is noticed
             dims, n_minus_m = (-2, -1), torch.ones_like(scale) * (p.shape[-1] - p.shape[-2])
             scale = torch.where(n_minus_m < 0, torch.full_like(scale, math.nan), scale)
         if self.config.param_scale_mult:
@@ -120,7 +120,7 @@ class Graphs(nn.Module):
         if "features" not in x:
             return new_p, *acc
         seen = features.tensor_features(new_p, acc.M, acc.V, torch.zeros((), device=p.device))
-        rank = x["features"][:, 1:6]  # stays as it was given
+        rank = x["features"][:, 1:6]  # unchanged
         return new_p, *acc, torch.cat([seen[:, :1], rank, seen[:, 6:]], 1)
 
     tensor, vector = partialmethod(step, "tensor"), partialmethod(step, "vector")
@@ -144,14 +144,14 @@ def example(inputs: Shapes) -> tuple[Tensor, ...]:
 
 
 def to_program(lo: LO, kind: str) -> torch.export.ExportedProgram:
-    """torch.export of a graph; free sizes may be 1 or more."""
+    """torch.export of a graph; dynamic sizes may be 1 or more."""
     graphs, (inputs, _) = Graphs(lo, kind), shapes(lo.config, kind)
     free = {d: torch.export.Dim(d, min=1) for d in SIZES}
     dims = [{k: free[d] for k, d in enumerate(s) if d in free} for s in inputs.values()]
     graphs.forward = lambda *x: getattr(graphs, kind)(*x)  # what torch.export traces
     program = torch.export.export(graphs, example(inputs), dynamic_shapes=(tuple(dims),))
     debug = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn")
-    for node in program.graph.nodes:  # these contain paths of this machine
+    for node in program.graph.nodes:  # these contain local paths
         node.meta = {k: v for k, v in node.meta.items() if k not in debug}
     return program
 
@@ -221,7 +221,7 @@ CONTRACT = {  # how to call the graphs; examples/README.md has the same sentence
 
 
 def signature(lo: LO, kind: str) -> dict:
-    """A graph's inputs and outputs; state has a first value, one number or a list per tensor."""
+    """A graph's inputs and outputs; states have a first value, a number or a list per tensor."""
     first = {"loss_low": 999999999999.0, "features": [-2.5, *[0.0] * 5, *[-2.5] * 6]}
     if kind == "hyper":
         first |= {"h": lo.hidden0[0].tolist(), "cell": lo.cell0[0].tolist()}
@@ -358,7 +358,7 @@ CHECKED = {  # sizes, in the order of SIZES
     "vector": ("8 1 1 1", "3 1 1 5", "1 1 1 100001"),
     "hyper": ("1 1 1 1 4", "1 1 1 1 11"),
 }
-CASES = {"first step": 0.0, "step 1e5": 1e5, "zero gradients": 7.0, "dead column": 7.0}  # and t
+CASES = {"first step": 0.0, "step 1e5": 1e5, "zero gradients": 7.0, "dead column": 7.0}  # name: t
 
 
 def cases(config: LOConfig, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -381,7 +381,7 @@ def cases(config: LOConfig, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]
 
 
 def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[float, str]]:
-    """The largest error of each file's graph against the graph in float64, and its case.
+    """The largest error of each file's graph against the float64 graph, and the case that has it.
 
     Errors are relative to the largest entry of an output, that of new_p to the largest update.
     """
@@ -398,7 +398,7 @@ def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[flo
 
 @torch.no_grad()
 def verify(path: Path, config: dict, device: str = "cpu") -> None:
-    """Compare every file that a .json lists with its graph in float64; raise if one is off."""
+    """Compare every file that a .json lists with the float64 graph; raise if one differs."""
     name, ignored = config["name"], {"torch": "", "contract": {}, "sha256": {}}
     lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
     if config | ignored != json.loads(json.dumps(describe(lo, name))) | ignored:
@@ -434,7 +434,7 @@ def main() -> None:
         device, sentence = kernels.pick_device(args.device)
         print(sentence)
         if args.lo:
-            source = checkpoints.find(args.lo)  # a run's is called lo.pt: name it by its folder
+            source = checkpoints.find(args.lo)  # in a run it is lo.pt: use the folder's name
             name = source.parent.resolve().name if source.stem == "lo" else source.stem
             lo, about = checkpoints.load(source), checkpoints.about(source)
         written = sidecars(args.verify or write(lo, args.out, name, about=about))

@@ -4,16 +4,16 @@
     python metatrain.py lo_m --seed 1           # the same recipe in standard parametrization
     python metatrain.py mulo_m --scale paper --device cuda     # the paper's recipe, on one GPU
     torchrun --nproc-per-node 2 metatrain.py    # split the perturbations over processes
-    python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 1600   # continue, and extend, a run
+    python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 1600   # resume and extend a run
 
-Paper: eq. 1 (the meta-objective), section 2 and appendix C. Pairs of nets are trained side by side
-with phi + eps and phi - eps for a few steps at a time (a truncation). Each pair keeps xi, the sum
-of its past perturbations, which removes the bias of truncation. The two halves of a pair share
+Paper: eq. 1 (the meta-objective), section 2 and appendix C. phi are the weights of the learned
+optimizer, and an unroll is the training of one net with it. Each outer step trains pairs of nets
+with phi + eps and phi - eps for part of an unroll (a truncation). Each pair keeps xi, the sum of
+its past perturbations eps, which removes the bias of truncation. The two nets of a pair share
 initial weights, batches and length. All of these follow from the pair's own seed, so the result
 does not depend on how pairs are split over micro-batches or processes.
 
-In this order: the estimator, the nets in training, the outer step, a run and its folder, the
-comparison that ends it, the command. `recipes.py` has the numbers, `training.py` the inner step.
+`recipes.py` has the settings, `training.py` the inner step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mulo.recipes import RECIPES, SCALES, Recipe, new_lo, recipe
 
 
 def pes_gradient(
-    delta: Tensor,  # (steps, n): loss of the positive less that of the negative half of a pair
+    delta: Tensor,  # (steps, n): loss with phi + eps minus loss with phi - eps
     began: Tensor,  # (steps, n) bool: the step belongs to an unroll that began in this truncation
     eps: Tensor,  # (n, D): this truncation's perturbations
     xi: Tensor,  # (n, D): those of the unroll's earlier truncations, summed
@@ -58,10 +58,10 @@ def pes_gradient(
     """The PES meta-gradient (D,) and the new xi.
 
     mean over pairs of (sum_old delta (xi + eps) + sum_new delta eps) / (2 sigma^2 steps). Losses of
-    an unroll that is still running depend on all its perturbations, those of a new one on eps
-    alone. Losses are clipped before, so a net that diverged counts at the bound; a pair whose
-    difference is still not finite is left out. DIVERGES: in the reference code an unroll's last
-    loss counts as the next one's, and a NaN makes the whole gradient 0.
+    an old unroll depend on all its perturbations, those of a new one on eps only. Losses are
+    clipped first, so a diverged net counts as the bound; pairs whose difference is still not finite
+    are left out. DIVERGES: in the reference code an unroll's last loss counts as the next one's,
+    and a NaN makes the whole gradient 0.
     """
     good = delta.isfinite().all(0)  # (n,)
     delta = torch.where(good, delta, 0) * (1 / len(delta))
@@ -76,17 +76,17 @@ def pes_gradient(
 
 
 class Truncation(NamedTuple):
-    """What n pairs give in one truncation: the inputs of `pes_gradient`, and two for the log."""
+    """One truncation of n pairs: inputs of `pes_gradient`, and values for the log."""
 
     delta: Tensor  # (steps, n)
     began: Tensor  # (steps, n) bool
     eps: Tensor  # (n, D)
     loss: Tensor  # (): the mean clipped loss
-    diverged: int  # number of pairs
+    diverged: int  # number of diverged pairs
 
 
 def unflatten(phi: Tensor, like: LO) -> Phi:
-    """Vectors of weights (P, D) as the stacked dict that a learned optimizer takes."""
+    """Convert vectors of weights (P, D) to the stacked dict that a learned optimizer takes."""
     parts = phi.split([w.numel() for w in like.parameters()], 1)
     pairs = zip(like.named_parameters(), parts, strict=True)
     return {name: part.unflatten(1, w.shape) for (name, w), part in pairs}
@@ -100,7 +100,7 @@ def leaves(x: Tensor | dict | tuple) -> list[Tensor]:
 
 
 class Particles:
-    """The nets of n antithetic pairs on one task, (2n, ...), all positive halves first."""
+    """The nets of n antithetic pairs on one task, (2n, ...): first all with phi + eps."""
 
     def __init__(self, task: tasks.Task, recipe: Recipe, lo: LO, pairs: range, seed: int, data):
         """`pairs`: the indices of these pairs among the task's pairs, for their seeds."""
@@ -110,7 +110,7 @@ class Particles:
         self.opt = training.Learned(lo.config, task, device, recipe.backend)
         # Generators are on the CPU for every device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
-        self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all begin an unroll
+        self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all start an unroll
         self.scheduled = torch.tensor([k < recipe.cosine * recipe.pairs for k in pairs])
         self.xi = torch.zeros(n, len(phi), device=device)
         shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
@@ -119,9 +119,9 @@ class Particles:
         self.state = self.opt.init(self.theta, unflatten(phi.unsqueeze(0), lo), lengths)
 
     def truncation(self, phi: Tensor) -> Truncation:
-        """Train all nets for a truncation with phi + eps and phi - eps, eps drawn for each pair.
+        """Draw eps for each pair and train all nets for a truncation with phi + eps and phi - eps.
 
-        DIVERGES: pairs that diverge begin a new unroll, at the next step on a CPU and at the next
+        DIVERGES: pairs that diverge start a new unroll, at the next step on a CPU and at the next
         truncation on a GPU; in the reference they stay at the bound to the end.
         """
         n, device, bound = len(self.t), phi.device, self.task.loss_bound
@@ -154,7 +154,7 @@ class Particles:
         return Truncation(torch.stack(deltas), began, eps, loss, num_diverged)
 
     def inner_step(self, weights) -> Tensor:
-        """One step of every net; the losses before it, (2n,)."""
+        """One step of every net; returns the losses before it, (2n,)."""
         device, lr = self.xi.device, 1.0
         t = features.send(torch.cat([self.t, self.t]), device)
         if self.recipe.cosine:
@@ -166,7 +166,7 @@ class Particles:
         return losses
 
     def restart(self, finished: Tensor, phi: Phi) -> None:
-        """Begin a new unroll in the pairs that are finished, (n,) bool."""
+        """Start a new unroll in the pairs that are finished, (n,) bool."""
         n, device, pairs = len(self.t), self.xi.device, finished.nonzero().flatten().tolist()
         low, high = math.log(self.recipe.shortest), math.log(self.recipe.unroll)
         length = (low + (high - low) * self._random(pairs)).exp().round()  # log-uniform
@@ -199,7 +199,7 @@ class Particles:
         if [x.shape for x in mine] != [x.shape for x in saved["tensors"]]:
             raise ValueError(
                 f"the run's tensors do not fit: features, or {self.task.name}, were edited since. "
-                "Undo that, or start a new run."
+                "Undo the edit, or start a new run."
             )
         for x, y in zip(mine, saved["tensors"], strict=True):
             x.copy_(y)
@@ -272,7 +272,7 @@ class Trainer:
             grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(r.clip)
         grad = grads.mean(0)
         norm, loss = float(grad.norm()), float(losses.mean())
-        no_signal = norm == 0 and self.step > 0  # with truncation=1 the first is 0
+        no_signal = norm == 0 and self.step > 0  # with truncation=1, no net has moved at step 0
         if no_signal or not math.isfinite(norm + loss):
             raise FloatingPointError(
                 f"the meta-gradient is {norm:g} at step {self.step + 1}, as when every net "
@@ -312,11 +312,11 @@ class Trainer:
 
 
 def gather(x) -> list:
-    """x of every process under torchrun; else of this one."""
-    everyone = [x] * rank_and_world()[1]
+    """Return x of every process under torchrun, else [x]."""
+    values = [x] * rank_and_world()[1]
     if dist.is_initialized():
-        dist.all_gather_object(everyone, x)
-    return everyone
+        dist.all_gather_object(values, x)
+    return values
 
 
 class Run:
@@ -427,7 +427,7 @@ class Run:
             mulo.save(trainer.result(), self.out / "lo.pt", **about)
 
     def forecast(self, seconds: float) -> str:
-        """What the first outer step took, and how long the rest of the run will take."""
+        """Time of the first outer step, and an estimate for the rest of the run."""
         steps = self.trainer.recipe.steps - self.trainer.step
         text = f"{seconds:.2g} s per outer step, {steps * seconds / 3600:.2g} h for {steps:,} more"
         memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0
@@ -438,9 +438,9 @@ class Run:
 
 
 def compare(run: Run, device: str) -> str:
-    """Compare the result with tuned baselines: a picture in the run's folder, and sentences.
+    """Compare the result with tuned baselines; saves a picture and returns sentences.
 
-    Baselines that have no tuned values for these tasks have their learning rates tuned now.
+    Baselines without tuned values for these tasks are tuned first (learning rates only).
     """
     r, results, tuned = run.trainer.recipe, Results(run.out, device), {}
     for name in BASELINES:
@@ -478,7 +478,7 @@ def compare(run: Run, device: str) -> str:
 
 
 def start_processes(device: str) -> str:
-    """The device for --device. Under torchrun, join the other processes, each with its own GPU."""
+    """Return the device for --device. Under torchrun, join the other processes: one GPU each."""
     device, sentence = kernels.pick_device(device)
     if os.environ.get("RANK", "0") == "0":
         print(sentence)
@@ -498,9 +498,9 @@ def parse_args(**defaults) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("recipe", nargs="?", help=f"{', '.join(RECIPES)} (default: mulo_m)")
-    add("--scale", choices=SCALES, help="a laptop's (desk, the default) or the paper's")
+    add("--scale", choices=SCALES, help="desk (a laptop; the default) or paper")
     add("--device", default="auto", help=kernels.DEVICE_HELP)
-    add("--out", type=Path, help="folder of the run (default: runs/<name>)")
+    add("--out", type=Path, help="folder of the run (default: runs/<recipe>_<scale>_seed<seed>)")
     add("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     add("--checkpoint-every", type=float, default=10, metavar="MINUTES",
         help="time between checkpoints (default: 10; 0: after every step)")  # fmt: skip
@@ -511,7 +511,7 @@ def parse_args(**defaults) -> argparse.Namespace:
 
 
 def new_or_resumed(args: argparse.Namespace, device: str) -> Run:
-    """The run that the command line asks for."""
+    """Start or resume a run, as the command line says."""
     changes = recipes.changes(args)
     if not args.resume:
         r = recipe(args.recipe or "mulo_m", args.scale or "desk", **changes)
@@ -529,14 +529,14 @@ def new_or_resumed(args: argparse.Namespace, device: str) -> Run:
 
 
 def main(**defaults) -> None:
-    """The command. `defaults` replace those of flags: main(kind="sines")."""
+    """Run the command. `defaults` replace defaults of flags: main(kind="sines")."""
     args, run = parse_args(**defaults), None
     training.keep_freed_memory()
     try:
         device = start_processes(args.device)
         run = new_or_resumed(args, device)
         if device == "cpu" and run.trainer.recipe.scale == "desk":
-            torch.set_num_threads(1)  # tensors are so small that threads would slow it down
+            torch.set_num_threads(1)  # tensors are so small that threads slow it down
         if run.trainer.rank == 0:
             print(f"Backend: {run.trainer.particles[0][0].opt.backend}.")
         run.train(args.checkpoint_every)

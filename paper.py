@@ -1,12 +1,12 @@
-"""The paper's experiments and ours: each function returns a table, a figure and checks.
+"""The paper's experiments and ours. Each is a function that returns a table, a figure and checks.
 
     python paper.py width                # one of EXPERIMENTS: results/width.csv and .png
     python paper.py all                  # all of them, README's picture and RESULTS.md
-    python paper.py tune                 # tune the baselines that have no tuned values yet
+    python paper.py tune                 # tune baselines that are not tuned yet
     python paper.py all --scale paper --device cuda --optimizers runs/mulo_m_paper_seed0 adamw
 
-Paper: section 5 and appendices. All training goes through `evaluate.Results`, which keeps losses,
-so a second run only computes tables and draws figures.
+Paper: section 5 and appendices. `evaluate.Results` trains the nets and saves their losses, so a
+second run only computes tables and draws figures. A horizon is the length of runs in meta-training.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Family:
     kind: str
     widths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     columns: tuple[int, ...] = (128, 256, 512)  # widths of SIZES
-    base: int = 64  # width of deep nets, long runs and tuning
+    base: int = 64  # width for deep nets, long runs and tuning
     depths: tuple[int, ...] = ()
     horizons: tuple[int, ...] = ()  # run lengths under a cosine schedule, in meta-trained horizons
     longest: int = 0  # run length at a constant rate; 0: no long run
     seeds: int = 5
-    few: int = 5  # seeds of ranks and of the longest runs
-    suffix: str = ""  # of task names: the batch size
+    few_seeds: int = 5  # for ranks and for the longest runs
+    suffix: str = ""  # of task names, such as _b8 for batches of 8
 
     def task(self, width: int, depth: int = 3) -> str:
         return f"{self.kind}_w{width}_d{depth}{self.suffix}"
@@ -64,7 +64,7 @@ class Family:
 
 TRANSFORMER = {
     "widths": (16, 32, 64, 128), "columns": (32, 64, 128), "base": 32, "depths": (3, 16),
-    "longest": 25, "seeds": 3, "few": 2, "suffix": "_b8",
+    "longest": 25, "seeds": 3, "few_seeds": 2, "suffix": "_b8",
 }  # fmt: skip
 PAPER_MLP = {"widths": tasks.MLP_WIDTHS, "columns": (2048, 4096, 8192), "base": 1024}
 PAPER_TRANSFORMER = {
@@ -76,7 +76,7 @@ DEEP_AND_LONG = {"depths": (3, 4, 8, 16), "horizons": (5, 10, 25), "longest": 25
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """What is tested. The first family is the kind of meta-training."""
+    """Optimizers and tasks. The first family is the one of meta-training."""
 
     optimizers: tuple[str, ...] = ("mulo_m", "muvelo_m", "lo_m", "velo_m", "adamw", "muadam")
     families: tuple[Family, ...] = (
@@ -89,7 +89,7 @@ class Suite:
     scale: str = "desk"
 
     def contenders(self, *names: str) -> dict[str, Contender]:
-        """By the names of their recipes. Given names, these: shipped unless in `optimizers`."""
+        """Optimizers by name of recipe. `names` selects; those not in `optimizers` are shipped."""
         known = {(c := contender(name)).recipe or c.name: c for name in self.optimizers}
         if len(known) < len(self.optimizers):
             raise ValueError("two of --optimizers are runs of one recipe: use evaluate.py task.")
@@ -119,8 +119,8 @@ def sweep(
     suite: Suite, results: Results, optimizers: dict[str, Contender], axis: str,
     sizes: dict[Family, dict[int, str]],
 ) -> tuple[dict, dict, Figure]:  # fmt: skip
-    """Train every optimizer on each family's tasks, given by size: final losses by kind, optimizer
-    and size, training curves at the largest size by kind and optimizer, and a figure of both."""
+    """Train every optimizer on {size: task} of each family. Returns final losses by kind, optimizer
+    and size, curves at the largest size by kind and optimizer, and a figure of both."""
     jobs = {
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
@@ -174,14 +174,15 @@ def width(suite: Suite, results: Results) -> Finding:
 def rank(suite: Suite, results: Results) -> Finding:
     """Average rank over families at each column's width, at 1, 3 and 5 horizons.
 
-    VeLO is told the length of its run: at 3 horizons, read from the run of 5, it is midway. A net
-    that diverged counts as one that guesses.
+    Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, has
+    not finished there. A diverged net has the loss of guessing.
     """
     optimizers, runs = suite.contenders(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
     names, columns, jobs = list(optimizers), list(product(runs, SIZES)), {}
     for f, (t, size) in product(suite.families, columns):
-        task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
-        jobs[f, t, size] = [Job(c, task, steps, seeds=range(f.few)) for c in optimizers.values()]
+        task = f.task(f.columns[SIZES.index(size)])
+        steps, seeds = runs[t] * suite.steps, range(f.few_seeds)
+        jobs[f, t, size] = [Job(c, task, steps, seeds=seeds) for c in optimizers.values()]
     results.run(chain(*jobs.values()), "rank")
     by_kind = {}
     for (f, t, _), of_task in jobs.items():
@@ -195,9 +196,9 @@ def rank(suite: Suite, results: Results) -> Finding:
     for ax, (kind, by_column) in zip(axes, ranks.items(), strict=True):
         for name, row in zip(names, by_column.T, strict=True):
             rows.append([kind, name, *(f"{x:.2f}" for x in row.tolist())])
-            for at in torch.arange(len(columns)).chunk(len(runs)):  # a line for each horizon
-                text, c = "" if at[0] else LABELS.get(name, name), COLOURS.get(name, "0.4")
-                ax.plot(at, row[at], "o-", label=text, color=c)
+            for x in torch.arange(len(columns)).chunk(len(runs)):  # one line per horizon
+                text, c = "" if x[0] else LABELS.get(name, name), COLOURS.get(name, "0.4")
+                ax.plot(x, row[x], "o-", label=text, color=c)
         ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
         ax.set(xlabel="horizons, size", ylabel="average rank", title=f"{kind} tasks")
         ax.invert_yaxis()
@@ -236,17 +237,17 @@ def depth(suite: Suite, results: Results) -> Finding:
                 checks[claim] = worse(last[sp], last[mu])
         for name in filter(PAIRS.get, last):
             bound = min(1.05 * float(curves[kind][name].mean(1).min()), 0.9 * guess(kind))
-            claim = f"{kind}: {LABELS[name]} trains {layers}, its loss not rising"
+            claim = f"{kind}: {LABELS[name]} trains {layers}, and the loss does not rise"
             checks[claim] = float(last[name].mean()) <= bound
         summary.append(f"{kind}, {layers}: {listing(last)}")
     return Finding(rows, fig, checks, "; ".join(summary))
 
 
 def horizon(suite: Suite, results: Results) -> Finding:
-    """Training for 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
+    """Runs of 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
     optimizers, runs = suite.contenders(), []
     for f in suite.families:
-        runs += [(f, "constant", f.longest, f.few)] * bool(f.longest)
+        runs += [(f, "constant", f.longest, f.few_seeds)] * bool(f.longest)
         runs += [(f, "cosine", times, f.seeds) for times in f.horizons]
     panels = [run for run in runs if run[2] == run[0].longest]
     rows = [["kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]]
@@ -263,10 +264,10 @@ def horizon(suite: Suite, results: Results) -> Finding:
             lowest = float(losses.mean(1).unfold(0, 5, 1).mean(-1).min())  # of any tenth
             rows.append([f.kind, schedule, times, name, *mean_stderr(final[name]), lowest])
             if schedule == "constant" and name in PAIRS:
-                claim = f"{f.kind}: {LABELS[name]} does not rise by more than 5% over {times}"
+                claim = f"{f.kind}: the loss of {LABELS[name]} rises by at most 5% over {times}"
                 checks[f"{claim} horizons"] = float(final[name].mean()) <= 1.05 * lowest
         if schedule == "cosine" and {"mulo_m", "adamw"} <= final.keys():
-            claim = f"{f.kind}: μLO_M with cosine is level with AdamW with cosine, {times} horizons"
+            claim = f"{f.kind}: with cosine, μLO_M is level with AdamW after {times} horizons"
             checks[claim] = bool(final["mulo_m"].mean() <= 1.02 * final["adamw"].mean())
         if run in panels:
             ax, top = axes[panels.index(run)], guess(f.kind) / (2 if f.horizons else 1)
@@ -278,7 +279,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
 
 
 def coord(suite: Suite, results: Results) -> Finding:
-    """Coordinate check over 500 steps: does a layer's drift depend on width, or on input size?"""
+    """Coordinate check over 500 steps: how each layer's drift depends on width and input size."""
     optimizers, first = suite.contenders(), suite.families[0]
     widths = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
     steps = [t for t in PROBED if t < suite.steps]
@@ -342,7 +343,7 @@ def stability(suite: Suite, results: Results) -> Finding:
                 rows.append([job.task, name, layer, f"{norms[0]:.4g}", f"{norms[-1]:.4g}"])
                 late.setdefault(name, norms[-1])
         if {"mulo_m", "lo_m"} <= late.keys():
-            claim = f"{title}: first-layer pre-activations are smaller with μLO_M than LO_M"
+            claim = f"{title}: first-layer pre-activations are smaller with μLO_M than with LO_M"
             checks[claim] = late["mulo_m"] < math.inf and not late["lo_m"] <= late["mulo_m"]
         summary.append(f"mean |first-layer pre-activation|, {title}: {listing(late, '.1f')}")
     axes[0].set_ylabel("mean |pre-activation|")
@@ -394,7 +395,7 @@ def resnet(suite: Suite, results: Results) -> Finding:
 
 
 def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict[str, bool]:
-    """From final losses by optimizer and width."""
+    """Checks of `resnet`, from final losses by optimizer and width."""
     widths, checks = list(dict.fromkeys(w for _, w in train)), {}
     for name in ("mulo_m", "lo_m"):
         gaps = [float((test[name, w].mean() / train[name, w].mean() - 1).abs()) for w in widths]
@@ -409,14 +410,14 @@ def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict
     return checks
 
 
-ENTRANTS = [  # optimizer, schedule; muon runs on MLPs of width 64 only, so it has no rank
+ENTRANTS = [  # optimizer, schedule; muon is not ranked: it runs on MLPs of width 64 only
     ("mulo_m", "constant"), ("mulo_m", "cosine2"), ("adamw", "constant"), ("muadam", "constant"),
     ("adamw_default", "constant"), ("adamw_oracle", "cosine"), ("muon", "constant"),
 ]  # fmt: skip
 
 
 def transfer(suite: Suite, results: Results) -> Finding:
-    """Untuned on other data sets, input sizes and models, against AdamW of several kinds."""
+    """μLO_M, untuned, on other data sets, input sizes and models, against tuned AdamW."""
     optimizers, jobs = suite.contenders(*dict(ENTRANTS)), {}
     for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
         for w in widths:
@@ -438,19 +439,19 @@ def transfer(suite: Suite, results: Results) -> Finding:
         ranks = torch.stack([report.ranked(torch.tensor([x[e] for e in entrants])) for x in means])
         return dict(zip(entrants, ranks.mean(0).tolist(), strict=True))
 
-    everyone = average_ranks(ENTRANTS[:-1])
+    overall = average_ranks(ENTRANTS[:-1])
     constant = average_ranks([e for e in ENTRANTS[:-1] if e[1] == "constant"])
     oracle, mine = ("adamw_oracle", "cosine"), ("mulo_m", "constant")
     checks, claim = {}, "μLO_M, untuned, has a better average rank than"
     for name, title in evaluate.BASELINES.items():
         checks[f"{claim} {title} tuned at one width"] = constant[mine] < constant[name, "constant"]
     ratios = [math.log(x["mulo_m", "cosine2"] / x[oracle]) for x in means]
-    nowhere = all(x[mine] <= x["adamw_default", "constant"] for x in means)
-    checks["μLO_M, untuned, is nowhere behind AdamW at its default rate"] = nowhere
+    claim = "μLO_M, untuned, is behind AdamW at its default rate on no task"
+    checks[claim] = all(x[mine] <= x["adamw_default", "constant"] for x in means)
     claim = "μLO_M with a cosine is ahead of AdamW with a cosine retuned at every width, on average"
     checks[claim] = fmean(ratios) < 0
     fig, [ax] = figure(1)
-    values = {LABELS[x] + " + cosine" * (s != "constant"): y for (x, s), y in everyone.items()}
+    values = {LABELS[x] + " + cosine" * (s != "constant"): y for (x, s), y in overall.items()}
     order = sorted(values, key=values.get, reverse=True)
     ax.barh(order, [values[name] for name in order])
     ax.set(xlabel="average rank", title=f"{len(final)} tasks")
@@ -459,8 +460,8 @@ def transfer(suite: Suite, results: Results) -> Finding:
 
 # ---------------------------------------------------------------- ablations
 
-EPSILONS = ("base", "eps_rms 0", "relative epsilons")  # these also on the widest net
-TIME = {  # after the meta-trained horizon: schedule, changes to the config
+EPSILONS = ("base", "eps_rms 0", "relative epsilons")  # tested on the widest net too
+TIME = {  # runs beyond the horizon: schedule, changes to the config
     "as shipped; cosine": ("cosine", {}),
     "as shipped; constant": ("constant", {}),
     "no annealing; constant": ("constant", {"anneal": 0.0}),
@@ -469,7 +470,7 @@ TIME = {  # after the meta-trained horizon: schedule, changes to the config
 
 
 def ablate(suite: Suite, results: Results) -> Finding:
-    """Meta-training's numbers, epsilons, single μP rules, t_max and a schedule."""
+    """Settings of meta-training, epsilons, single μP rules, t_max and a schedule."""
     meta, first = variants.load(results, suite.scale), suite.families[0]
     (*widths, widest), shipped = suite.ablate_widths, suite.contenders("mulo_m")["mulo_m"]
     rules = {"all rules": [shipped]}
@@ -516,7 +517,7 @@ def ablate(suite: Suite, results: Results) -> Finding:
 
 
 def ablation_checks(suite: Suite, loss: dict[tuple[str, str, int], float]) -> dict[str, bool]:
-    """From mean final losses by part, variant and width."""
+    """Checks of `ablate`, from mean final losses by part, variant and width."""
     top, widest = suite.ablate_widths[-2:]
     base = loss["epsilons", "base", top]
     cosine, constant, free, unbounded = (loss["time", x, suite.families[0].base] for x in TIME)
@@ -531,7 +532,7 @@ def ablation_checks(suite: Suite, loss: dict[tuple[str, str, int], float]) -> di
     }
     for rule in roles.ALL:
         without, full = (loss["μP rules", x, top] for x in (f"without {rule}", "all rules"))
-        checks[f"without the rule on {rule} a net {top} wide ends worse"] = not without <= full
+        checks[f"without the rule on {rule}, nets of width {top} are worse"] = not without <= full
     return checks
 
 
@@ -545,7 +546,7 @@ EXPERIMENTS = {
 
 
 def tune(suite: Suite, results: Results) -> None:
-    """Tune the learning rates of baselines that have no tuned values yet."""
+    """Tune the learning rates of baselines that are not tuned yet."""
     runs = [(f.task(f.base), suite.steps, "constant") for f in suite.families]
     for f in suite.families:
         runs += [(f.task(f.base), n * suite.steps, "cosine") for n in f.horizons]

@@ -1,10 +1,10 @@
-"""The recipes of meta-training: every number of a run, at desk scale and at the paper's.
+"""The recipes of meta-training: every setting of a run, at desk scale and at the paper's.
 
     r = recipe("mulo_m")                          # at desk scale: minutes on a laptop
-    r = recipe("mulo_m", "paper", pairs=4)        # the paper's recipe, with one number changed
+    r = recipe("mulo_m", "paper", pairs=4)        # the paper's recipe, with one setting changed
     lo = new_lo(r)                                # the learned optimizer it starts from
 
-`python metatrain.py --help` lists the numbers with their defaults.
+`python metatrain.py --help` lists the settings with their defaults.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from mulo import kernels, roles, tasks
 SCALES = ("desk", "paper")
 
 
-def number(default, meaning: str):
-    """A field of Recipe that is also a flag of metatrain.py; --help prints its meaning."""
-    return dataclasses.field(default=default, metadata={"help": meaning})
+def flag(default, text: str):
+    """A field of Recipe that is also a flag of metatrain.py, with its help text."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All numbers of a run. The defaults are the paper's (appendix C)."""
+    """All settings of a run. The defaults are the paper's (appendix C)."""
 
     name: str = "mulo_m"
     scale: str = "paper"
-    seed: int = number(0, "seed of all random numbers of the run")
+    seed: int = flag(0, "seed of all random numbers of the run")
     net: str = "small_fc"  # or "velo"
     mup: bool = True
-    kind: str = number("in32_mlp", "kind of the tasks; `python tasks.py` lists them")
-    widths: tuple[int, ...] = number((128, 512, 1024), "widths of the nets, one task for each")
-    depth: int = number(3, "depth of the nets")
-    batch_size: int = number(4096, "examples per inner step")
-    mixture: tuple[str, ...] = number((), "tasks by name, in place of the four flags above")
-    per_step: int = number(0, "tasks that an outer step unrolls, in turn; 0: all of them")
-    hidden_size: int = number(32, "size of the learned optimizer's MLP (the authors': 32, VeLO: 4)")
-    lstm_hidden: int = number(128, "VeLO: size of the LSTM")
-    param_inits: int = number(64, "VeLO: size of the bank of MLPs")
+    kind: str = flag("in32_mlp", "kind of the tasks; `python tasks.py` lists them")
+    widths: tuple[int, ...] = flag((128, 512, 1024), "widths of the nets, one task for each")
+    depth: int = flag(3, "depth of the nets")
+    batch_size: int = flag(4096, "examples per inner step")
+    mixture: tuple[str, ...] = flag((), "names of tasks, in place of the four flags above")
+    per_step: int = flag(0, "tasks per outer step, taken in turn; 0: all")
+    hidden_size: int = flag(32, "size of the learned optimizer's MLP (the authors': 32, VeLO: 4)")
+    lstm_hidden: int = flag(128, "VeLO: size of the LSTM")
+    param_inits: int = flag(64, "VeLO: size of the bank of MLPs")
     # VeLO's factor RMS(W) on the update. DIVERGES: off in SP too, or output layers, which start at
     # 0, never move; μP rules it out.
     param_scale_mult: bool = False
-    eps: str = number("reference", "how epsilons scale: reference, relative or fan_in")
-    eps_rms: float = number(1e-5, "epsilon in the normalizer of the features")
-    anneal: float = number(0.0, "beyond the unroll, updates shrink as (unroll / t)^X")
-    input_base: float = number(0.0, "input size of the input rule (see README); 0: no such rule")
-    by_channels: bool = False  # the channel rule
-    lam1: float = number(0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO")
-    pairs: int = number(8, "antithetic pairs of perturbations per task")
-    micro_batch: int = number(4, "pairs that advance together: fewer take less memory")
-    sigma: float = number(0.01, "standard deviation of the perturbations")
-    unroll: int = number(1000, "inner steps of the longest unroll")
-    shortest: int = number(100, "inner steps of the shortest unroll; lengths are log-uniform")
-    truncation: int = number(50, "inner steps per outer step")
-    cosine: float = number(0.0, "share of the pairs that train under a cosine schedule")
-    steps: int = number(5000, "outer steps")
-    warmup: int = number(100, "outer steps of linear warm-up of the outer learning rate")
-    lr: float = number(3e-3, "outer learning rate after the warm-up")
-    lr_end: float = number(1e-3, "outer learning rate at the end, reached by a cosine")
-    weight_decay: float = number(1e-4, "weight decay of the outer AdamW")
+    eps: str = flag("reference", "how epsilons scale: reference, relative or fan_in")
+    eps_rms: float = flag(1e-5, "epsilon in the normalizer of the features")
+    anneal: float = flag(0.0, "beyond the unroll, updates shrink as (unroll / t)^X")
+    input_base: float = flag(0.0, "input size of the input rule (see README); 0: off")
+    by_channels: bool = False  # the channel rule (roles.size_factor)
+    lam1: float = flag(0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO")
+    pairs: int = flag(8, "antithetic pairs of perturbations per task")
+    micro_batch: int = flag(4, "pairs that advance together: fewer take less memory")
+    sigma: float = flag(0.01, "standard deviation of the perturbations")
+    unroll: int = flag(1000, "inner steps of the longest unroll")
+    shortest: int = flag(100, "inner steps of the shortest unroll; lengths are log-uniform")
+    truncation: int = flag(50, "inner steps per outer step")
+    cosine: float = flag(0.0, "share of the pairs that train under a cosine schedule")
+    steps: int = flag(5000, "outer steps")
+    warmup: int = flag(100, "outer steps of linear warm-up of the outer learning rate")
+    lr: float = flag(3e-3, "outer learning rate after the warm-up")
+    lr_end: float = flag(1e-3, "outer learning rate at the end, reached by a cosine")
+    weight_decay: float = flag(1e-4, "weight decay of the outer AdamW")
     # DIVERGES: the reference clips the update.
-    clip: float = number(1.0, "largest norm of the meta-gradient")
-    backend: str = number("auto", f"of the optimizer's step: {', '.join(kernels.BACKENDS)}")
-    tf32: bool = number(False, "compute the nets' (not the optimizer's) matrix products in TF32")
+    clip: float = flag(1.0, "largest norm of the meta-gradient")
+    backend: str = flag("auto", f"backend of the optimizer's step: {', '.join(kernels.BACKENDS)}")
+    tf32: bool = flag(False, "compute the nets' (not the optimizer's) matrix products in TF32")
 
     def __post_init__(self):
         counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
@@ -90,7 +90,7 @@ class Recipe:
             raise ValueError(f"unknown backend {self.backend!r}: use one of {choices}.")
 
     def tasks(self) -> list[tasks.Task]:
-        """The tasks of a run, in μP or SP."""
+        """The tasks of a run, in μP or in standard parametrization (SP)."""
         rules = roles.ALL if self.mup else ()
         if self.mixture:
             return [tasks.get(name, rules=rules) for name in self.mixture]
@@ -98,8 +98,8 @@ class Recipe:
         return [tasks.get(name, rules=rules, batch_size=self.batch_size) for name in names]
 
 
-# At this size a larger sigma, unrolls of one length and small batches train dependably; the noise
-# of small batches teaches the optimizer to average gradients.
+# At this size a larger sigma, unrolls of equal length and small batches are more reliable: the
+# noise of small batches teaches the optimizer to average gradients.
 DESK = {
     "scale": "desk", "kind": "fashion8_mlp", "widths": (16, 32, 64), "batch_size": 16,
     "hidden_size": 8, "sigma": 0.05, "unroll": 500, "shortest": 500, "truncation": 25,
@@ -123,7 +123,7 @@ RECIPES = {
 
 
 def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
-    """A named recipe with some numbers changed. An `_s` optimizer sees only the first width."""
+    """A named recipe, with changes. An `_s` optimizer is meta-trained on the first width only."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: use one of {', '.join(RECIPES)}.")
     if scale not in SCALES:
@@ -157,24 +157,24 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each `number` of Recipe; --help shows mulo_m's values at both scales."""
-    group = parser.add_argument_group("numbers of the recipe, to override (shown: mulo_m's)")
+    """Add a flag for each `flag` of Recipe; --help shows mulo_m's values at both scales."""
+    group = parser.add_argument_group("settings of the recipe (in brackets: mulo_m's)")
     at_scale = [vars(recipe("mulo_m", scale)) for scale in SCALES]
     for field in dataclasses.fields(Recipe):
-        if meaning := field.metadata.get("help"):
+        if text := field.metadata.get("help"):
             several = isinstance(field.default, tuple)
             kind = type(field.default) if not several else type((*field.default, "")[0])
             options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
             options |= {"nargs": "+"} if several else {}
             options = {"action": "store_true", "default": None} if kind is bool else options
-            values = [str(numbers[field.name]).strip("()") for numbers in at_scale]
-            text = values[0] if values[0] == values[1] else f"desk: {values[0]}; paper: {values[1]}"
-            flag = f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, help=f"{meaning} ({text or 'none'})", **options)
+            desk, paper = (str(fields[field.name]).strip("()") for fields in at_scale)
+            shown = desk if desk == paper else f"desk: {desk}; paper: {paper}"
+            name = f"--{field.name.replace('_', '-')}"
+            group.add_argument(name, help=f"{text} ({shown or 'none'})", **options)
 
 
 def changes(args: argparse.Namespace) -> dict:
-    """The numbers given on the command line, for `recipe`."""
+    """The settings given on the command line, for `recipe`."""
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.metadata}
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     return {k: v for k, v in given.items() if v is not None}

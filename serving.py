@@ -5,13 +5,13 @@
 
 `OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run can switch between the
 two. State is kept in the graphs' memory layout: a step transposes only parameters and gradients.
-VeLO's LSTM stays in torch, as its loss features cancel in float32.
+VeLO's LSTM stays in torch, because its loss features suffer from cancellation in float32.
 
 onnxruntime broadcasts inputs, accepts empty tensors, and falls back to the CPU silently if it
 cannot use CUDA, so `Session` checks its inputs and its device. On CUDA there is one session per
-shape, so that no size is computed on the GPU, and one stream; the host waits only in the checks of
-every 100th step. A session keeps 512 to 1,024 bytes per parameter of the tensors in its call. If
-a node has no CUDA kernel, onnxruntime logs a warning about Memcpy nodes.
+shape, so that all sizes are constants, and one stream; the host syncs only in the checks of every
+100th step. A session keeps 512 to 1,024 bytes per parameter of the tensors in its call. If a node
+has no CUDA kernel, onnxruntime logs a warning about Memcpy nodes.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Session:
             raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
         if self.device.type == "cpu":
-            options.log_severity_level = 4  # errors are raised; on CUDA, warnings are of use
+            options.log_severity_level = 4  # errors are raised; on CUDA, warnings help
         options.intra_op_num_threads = threads or torch.get_num_threads()
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch works too
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores for torch
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
         provider, settings = PROVIDERS[self.device.type], {}
@@ -108,8 +108,8 @@ class Session:
 
     def check(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         """Raise unless these are inputs of the graph; returns the sizes b, e, m, n and T."""
-        if odd := sorted(inputs.keys() ^ self.inputs.keys()):
-            raise ValueError(f"inputs must be {list(self.inputs)}: {odd} are missing or unknown.")
+        if wrong := sorted(inputs.keys() ^ self.inputs.keys()):
+            raise ValueError(f"inputs must be {list(self.inputs)}: {wrong} are missing or unknown.")
         sizes = dict(self.sizes)
         for name, x in inputs.items():
             shape = self.inputs[name]
@@ -123,8 +123,8 @@ class Session:
                 given = f"{x.dtype} on {x.device}, {tuple(x.shape)}"
                 raise ValueError(f"{name} must be {wanted}, not {given}.")
         if sizes.get("m", 0) > sizes.get("n", 0):
-            wrong = f"m = {sizes['m']} exceeds n = {sizes['n']}"
-            raise ValueError(f"{wrong}: transpose, so that the largest axis is last.")
+            order = f"m = {sizes['m']} exceeds n = {sizes['n']}"
+            raise ValueError(f"{order}: transpose, so that the largest axis is last.")
         return sizes
 
     def run(self, inputs: dict[str, Tensor], inplace: Iterable[str] = ()) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ class Session:
             if self.stream:  # order the two streams on the GPU; the host waits for neither
                 self.stream.wait_stream(torch.cuda.current_stream(self.device))
             self.session.run_with_iobinding(self.binding, self.run_options)
-            if self.stream:  # so torch may also reuse the memory of the inputs
+            if self.stream:  # torch may then reuse the memory of the inputs
                 torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return outputs
 
@@ -186,7 +186,7 @@ class OrtMuLO(MuLO):
         self.graphs = {kind: file(f"{kind}.onnx").read_bytes() for kind in ("vector", "tensor")}
         lo = checkpoints.load(file("pt"))
         super().__init__(params, lo, lr, weight_decay, num_steps, backend="folded")
-        first = self.session("vector", (1, 1))  # opened now, so that errors come early
+        first = self.session("vector", (1, 1))  # opened now, so that errors are raised early
         self.device = first.device  # with its index
 
     def session(self, kind: str, shape: tuple[int, ...]) -> Session:
@@ -219,7 +219,7 @@ class OrtMuLO(MuLO):
         return params
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
-        """With state in the memory layout of the graphs, so that steps need not transpose it."""
+        """As in MuLO, but with state in the graphs' memory layout: steps need not transpose it."""
         stack = super()._stack(p, group)
         views = [in_graph(x, stack.dims) for x in stack.acc]
         if all(x.is_contiguous() for x in views):
@@ -260,7 +260,7 @@ class OrtMuLO(MuLO):
         def gather(parts: list[Tensor]) -> Tensor:
             if len(parts) > 1:
                 x = torch.cat(parts).float()
-            else:  # torch is fast if it transposes two axes
+            else:  # torch transposes fast if there are two axes
                 x = parts[0].squeeze().float().contiguous().view(parts[0].shape)
             lead = x.ndim - batch[0].p.ndim + 1  # e is all axes between these and m
             return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
@@ -274,14 +274,14 @@ class OrtMuLO(MuLO):
             phi = weights.phi.items()
             inputs |= {k: torch.cat([w[0, n : n + 1] for n in index]) for k, w in phi}
             inputs["features"] = inputs["p"].new_zeros(len(index), 12)
-        # The graph reads a state only to compute its new value, so that may take its place.
+        # The graph reads a state only to compute its new value, which may overwrite it.
         inplace = [k for k in "MVrc" if inputs[k].data_ptr() == views[k][0].data_ptr()]
         outputs = self.session(kind, inputs["p"].shape).run(inputs, inplace)
         for k in views.keys() - set(inplace):
             old, new = views[k], outputs[f"new_{k}"].reshape(-1, *views[k][0].shape[1:])
             if len(old) > 1:
                 torch._foreach_copy_(old, new.split(1))
-            else:  # torch is fast if the target is contiguous
+            else:  # torch copies fast to a contiguous target
                 a, b = old[0].squeeze(), new.squeeze()
                 a.T.copy_(b.T) if a.ndim == 2 else a.copy_(b)
 

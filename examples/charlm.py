@@ -3,7 +3,7 @@
 python examples/charlm.py --optimizer mulo
 python examples/charlm.py --optimizer adamw --lr 3e-3
 python examples/charlm.py --text shakespeare.txt --width 384 --depth 6 --steps 5000
-torchrun --nproc-per-node 2 -- examples/charlm.py --out runs/charlm     # and again: it continues
+torchrun --nproc-per-node 2 -- examples/charlm.py --out runs/charlm     # rerun to resume
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> float:
     data = torch.tensor([index[c] for c in text])
     if len(data) <= args.length:
         raise ValueError(f"the text has {len(data)} characters: use a --length below that.")
-    print(f"{len(data):,} characters, {len(characters)} different ones")
+    print(f"{len(data):,} characters, {len(characters)} distinct")
 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         start = torch.randint(len(data) - args.length, (args.batch, 1), generator=generator)

@@ -4,8 +4,8 @@
 
 writes exported/desk.json and exported/desk.bin: initial weights and 201 batches of the task
 fashion8_mlp_w64_d3 (8x8 Fashion-MNIST; an MLP of 64-64-64-10 in μP), for programs without torch. It
-then trains the net for 200 steps with mulo.MuLO and prints the loss on the last batch, which is the
-number that the other examples print too.
+then trains the net for 200 steps with mulo.MuLO and prints the loss on the last batch. The other
+examples print the same loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def desk() -> tuple[tasks.Task, torch.nn.Module, list[tuple[Tensor, Tensor]]]:
 
 
 def write(folder: Path) -> None:
-    """The arrays one after another in desk.bin; desk.json has name, shape and type of each."""
+    """Write the arrays to desk.bin, and the name, shape and type of each to desk.json."""
     task, model, batches = desk()
     arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
     arrays["x"] = torch.stack([x.flatten(1) for x, _ in batches]).numpy()
@@ -53,7 +53,7 @@ def write(folder: Path) -> None:
 
 
 def train(optimizer: Callable[[list[dict]], torch.optim.Optimizer]) -> float:
-    """STEPS steps of an optimizer, given param groups; the loss on the last batch."""
+    """Train for STEPS steps; returns the loss on the last batch."""
     task, model, batches = desk()
     opt = optimizer(mulo.param_groups(model, task.roles()))
     for batch in batches[:STEPS]:
@@ -65,7 +65,7 @@ def train(optimizer: Callable[[list[dict]], torch.optim.Optimizer]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the examples' task, and train it here.")
+    parser = argparse.ArgumentParser(description="Write the examples' task, and train on it.")
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
     folder = Path(parser.parse_args().out)
     folder.mkdir(parents=True, exist_ok=True)

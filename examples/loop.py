@@ -1,7 +1,7 @@
-"""A training loop to copy: AdamW or μLO by one flag, a schedule, checkpoints, resume, DDP.
+"""A training loop to copy: AdamW or μLO (one flag), a schedule, checkpoints, resume, DDP.
 
-`examples/charlm.py` and `examples/resnet.py` bring a model and data; everything else is here. Lines
-specific to μLO are marked; without them it is an ordinary loop.
+`examples/charlm.py` and `examples/resnet.py` add a model and data. Lines specific to μLO are
+marked; without them it is an ordinary loop.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def parser(description: str, **defaults) -> argparse.ArgumentParser:
         p.add_argument(flag, help=f"{text} (default: %(default)s)", **options)
 
     add("--optimizer", "optimizer to train with", choices=["mulo", "adamw"], default="mulo")
-    add("--lo", "the μLO, a shipped name or a file", default="mulo_m")
+    add("--lo", "the learned optimizer, a shipped name or a file", default="mulo_m")
     p.add_argument("--lr", type=float, help="learning rate (default: 1 for a μLO, 0.001 for AdamW)")
-    add("--schedule", "of the learning rate", choices=["cosine", "constant"], default="cosine")
-    add("--width", "of the model", type=int)
-    add("--batch", "examples a step and process", type=int)
+    add("--schedule", "learning rate", choices=["cosine", "constant"], default="cosine")
+    add("--width", "width of the model", type=int)
+    add("--batch", "examples per step and process", type=int)
     add("--steps", "length of the run", type=int)
     add("--every", "steps between checkpoints", type=int)
-    out = "folder of checkpoints; a run there is continued (default: none are written)"
+    out = "folder of checkpoints, to resume from too (default: write none)"
     p.add_argument("--out", type=Path, help=out)
     add("--device", "cpu or cuda", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--seed", "of the initial weights and the batches", type=int, default=0)
+    add("--seed", "seed of initial weights and batches", type=int, default=0)
     p.set_defaults(**defaults)
     return p
 
@@ -58,11 +58,11 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     model = mulo.init_(build(args.width).to(args.device), roles, **sp)  # μLO: weights by role
     groups = mulo.param_groups(model, roles, **sp)  # μLO: factors on the updates
     lr = 1.0 if args.lr is None else args.lr
-    return model, mulo.MuLO(groups, lo, lr, num_steps=args.steps)  # μLO: VeLO plans its run
+    return model, mulo.MuLO(groups, lo, lr, num_steps=args.steps)  # μLO: VeLO needs num_steps
 
 
 def factor(step: int, args) -> float:
-    """Of the learning rate: a short warm-up, then a cosine to a tenth, or constant."""
+    """The factor on the learning rate: a short warm-up, then a cosine to a tenth, or 1."""
     warmup = min(1.0, (step + 1) / max(1, args.steps // 50))
     if args.schedule == "constant":
         return warmup
@@ -81,7 +81,7 @@ def run(
     loss_of: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
     args,
 ) -> float:
-    """Train; the mean loss of the last tenth of the steps, over all processes."""
+    """Train; returns the mean loss of the last tenth of the steps, over all processes."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:  # torchrun --nproc-per-node N
         if args.device == "cuda":
@@ -102,7 +102,7 @@ def run(
     half = torch.autocast("cuda", torch.bfloat16, enabled=args.device.startswith("cuda"))
     start, clock, generator = len(losses), time.monotonic(), torch.Generator()
     for step in range(start, args.steps):
-        generator.manual_seed(hash((args.seed, step, rank)))  # so there is no state of it to save
+        generator.manual_seed(hash((args.seed, step, rank)))  # needs no checkpoint
         x, y = batch(generator)
         with half:
             loss = loss_of(net, x.to(args.device), y.to(args.device))

@@ -1,4 +1,4 @@
-"""A task of your own: a regression with squared loss. tasks.py says what its parts must be.
+"""A task of your own: a regression with squared loss. tasks.py documents the parts.
 
 python examples/own_task.py                         # meta-train on it; takes metatrain.py's flags
 python examples/own_task.py evaluate tune sines     # tune the baselines; then compare:
@@ -16,7 +16,7 @@ from mulo import evaluate, metatrain, tasks
 
 
 class Sines:
-    """x ~ N(0, 1), and the sine of each coordinate's sum with the next."""
+    """Inputs x ~ N(0, 1); the targets are sin(x_k + x_(k-1))."""
 
     shape, classes = (8,), None
 
@@ -39,7 +39,7 @@ def loss(output, target):
 
 tasks.register("sines", build, Sines, loss, loss_bound=0.75)  # 0.5 is the variance of the targets
 
-if __name__ == "__main__":  # worker processes import this file: they register, but do not start
+if __name__ == "__main__":  # worker processes import this file only to register the task
     if sys.argv[1:2] == ["evaluate"]:
         del sys.argv[1]
         evaluate.main()

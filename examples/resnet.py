@@ -1,14 +1,14 @@
-"""A ResNet on CIFAR-10, or if it is missing, on the images that ship with this repository.
+"""A ResNet on CIFAR-10 or, if that is missing, on the Fashion-MNIST in this repository.
 
 python examples/resnet.py --optimizer mulo
 python examples/resnet.py --optimizer adamw --lr 3e-3
 python tasks.py download cifar10 && python examples/resnet.py --width 512 --steps 10000
-torchrun --nproc-per-node 2 -- examples/resnet.py --out runs/resnet     # and again: it continues
+torchrun --nproc-per-node 2 -- examples/resnet.py --out runs/resnet     # rerun to resume
 """
 
 from __future__ import annotations
 
-import loop  # which makes this repository's modules importable
+import loop  # makes this repository's modules importable
 
 # isort: split
 import torch
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages; `width` is the channels of the last."""
+    """Three stages; the last has `width` channels."""
 
     def __init__(self, channels: int, width: int, classes: int = 10):
         super().__init__()
@@ -54,7 +54,7 @@ class ResNet(nn.Module):
 
 def main() -> float:
     parser = loop.parser("An image classifier.", width=64, batch=64, steps=300, every=100)
-    where = "where CIFAR-10 is (default: $MULO_DATA, else ./data; if missing, other images)"
+    where = "where CIFAR-10 is (default: $MULO_DATA, else ./data; if missing, Fashion-MNIST)"
     parser.add_argument("--data-dir", help=where)
     args = parser.parse_args()
     if args.width % 32:

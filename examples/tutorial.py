@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Learned optimizers under μP, from the beginning
 #
-# Twelve steps that run top to bottom in two minutes on a laptop: `python examples/tutorial.py`, or
-# cell by cell in an editor that knows `# %%`. Figures go to runs/tutorial. It uses the modules of
-# this repository; the paper is "μLO: Compute-Efficient Meta-Generalization of Learned Optimizers".
+# Twelve steps, in two minutes on a laptop: `python examples/tutorial.py`, or cell by cell in an
+# editor that supports `# %%`. Figures are saved in runs/tutorial. The paper is "μLO:
+# Compute-Efficient Meta-Generalization of Learned Optimizers".
 
 # %%
 import math
@@ -21,14 +21,14 @@ import mulo
 from mulo import features, recipes, roles, tasks, training
 from mulo.metatrain import Trainer, pes_gradient, unflatten
 
-torch.set_num_threads(1)  # these nets are so small that threads would slow it down
+torch.set_num_threads(1)  # these nets are so small that threads slow them down
 torch.manual_seed(0)
 OUT = Path("runs/tutorial")
 OUT.mkdir(parents=True, exist_ok=True)
 
 
 def show(name, curves, xlabel, ylabel, **axes):
-    """A figure of labelled (x, y) curves."""
+    """Save a figure of labelled (x, y) curves."""
     fig, ax = plt.subplots(figsize=(5.5, 3.5), constrained_layout=True)
     for label, (x, y) in curves.items():
         ax.plot(x, y, label=label)
@@ -78,7 +78,7 @@ print("1. final loss:", {k: round(sum(x[-20:]) / 20, 3) for k, x in curves.items
 show("1_rules", {k: (range(150), x) for k, x in curves.items()}, "step", "loss", ylim=(0, 3))
 
 # %% [markdown]
-# ## 2. Replace it by a network
+# ## 2. Replace the rule by a network
 #
 # A learned optimizer is a tiny MLP. It sees 39 features of each parameter (gradient, momenta,
 # second moments, time: `features.py`) and outputs the direction d and log-magnitude m of the step,
@@ -178,7 +178,7 @@ for pairs in (8, 64, 512):
 #
 # Waiting for whole unrolls is slow. PES cuts them into truncations, makes an outer step after each,
 # and keeps for each pair the sum of its perturbations so far, which removes the bias of short
-# horizons (`metatrain.py`). Here: a small `python metatrain.py`, 60 outer steps on widths 8 and 16.
+# truncations (`metatrain.py`). Here it makes 60 outer steps on widths 8 and 16.
 
 # %%
 small = {"widths": (8, 16), "hidden_size": 4, "unroll": 100, "shortest": 100, "truncation": 20}
@@ -200,10 +200,11 @@ show("8_meta", {"my μLO": (range(len(meta_losses)), meta_losses)}, "outer step"
 # %% [markdown]
 # ## 9. Wider nets: standard parametrization breaks, μP repairs
 #
-# The same step on a wider net moves its outputs more: a sum over more inputs. An optimizer that was
-# meta-trained on narrow nets is then off. μP scales by role (hidden updates by 1/fan_in, the output
-# by 1/fan_in, `roles.py`), so that every width looks alike. The two optimizers are shipped ones,
-# meta-trained at widths 16 to 64, one in SP and one under μP, each with the λ1 of the paper.
+# The same step on a wider net moves its outputs more, because they sum over more inputs. So an
+# optimizer that was meta-trained on narrow nets takes too large steps. μP scales by role (hidden
+# updates by 1/fan_in, the output by 1/fan_in, `roles.py`), so that steps suit every width. The two
+# optimizers are shipped, meta-trained at widths 16 to 64: lo_m in standard parametrization (SP),
+# mulo_m under μP, each with the λ1 of the paper.
 
 # %%
 widths, ends = (64, 256, 1024), {"lo_m": [], "mulo_m": []}
@@ -248,8 +249,8 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 # %% [markdown]
 # ## 11. Your first hack: a new input
 #
-# The features stand in one dict, `features.parameter_features`. Names, counts and the size of the
-# network follow from it, so a new one is a line there. The sign of the gradient, say:
+# The features are one dict, in `features.parameter_features`. Names, counts and the size of the
+# network follow from it, so a new feature is one line. For example, the sign of the gradient:
 #
 # ```diff
 # --- a/features.py
@@ -260,8 +261,8 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 #      if kind != "small_fc":
 # ```
 #
-# `python metatrain.py --steps 20` then meta-trains a network of 40 inputs. The kernels notice that
-# they do not know it, and leave it to the folded step; checkpoints of 39 inputs are refused.
+# `python metatrain.py --steps 20` then meta-trains a network of 40 inputs. The kernels do not have
+# the new feature, so the folded step runs, with a warning; checkpoints of 39 inputs are refused.
 
 # %% [markdown]
 # ## 12. Your own task
@@ -272,5 +273,5 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 # tasks.register("sines", build, Sines, loss, loss_bound=0.75)
 # ```
 #
-# `examples/own_task.py` does, for a regression. `python examples/own_task.py` meta-trains on it;
-# with `evaluate task sines_w64_d3 --optimizers mulo_m adamw_default` it compares optimizers.
+# `examples/own_task.py` registers a regression. `python examples/own_task.py` meta-trains on it; it
+# compares optimizers with `evaluate task sines_w64_d3 --optimizers mulo_m adamw_default`.

@@ -26,7 +26,7 @@ COLOURS = {name: f"C{k}" for k, name in enumerate(LABELS)}  # the same in all fi
 
 @dataclasses.dataclass
 class Finding:
-    """What an experiment finds."""
+    """The result of an experiment."""
 
     rows: list[list]  # the table, its head first
     figure: Figure
@@ -46,12 +46,12 @@ def listing(values: dict[str, float | Tensor], digits: str = ".3f") -> str:
 
 
 def guess(kind: str) -> float:
-    """The loss of guessing."""
+    """The loss of uniform guessing."""
     return math.log(tasks.get(f"{kind}_w8_d3").classes)
 
 
 def falls(losses: list[Tensor], paired: bool = False) -> bool:
-    """Whether losses fall: nowhere up by more than the standard error, and down overall.
+    """Whether losses fall overall, and no step rises by more than the standard error.
 
     Nets of one seed see the same batches, so the error of their differences (paired) is smaller
     than that of two means, and the check is stricter.
@@ -64,14 +64,14 @@ def falls(losses: list[Tensor], paired: bool = False) -> bool:
 
 
 def stopped(losses: list[Tensor]) -> bool:
-    """Whether the last is not better than the best before it by more than the standard error."""
+    """Whether the last loss does not beat the best before it by more than the standard error."""
     *before, (mean, error) = map(mean_stderr, losses)
     lowest = min((x for x in before if not math.isnan(x[0])), default=(math.inf, 0.0))
     return not mean < lowest[0] - math.hypot(error, lowest[1])
 
 
 def worse(a: Tensor, b: Tensor) -> bool:
-    """Whether the mean loss a is above b; divergence is above all."""
+    """Whether the mean of a is above that of b; divergence counts as infinite."""
     return not float(a.nan_to_num(math.inf).mean()) <= float(b.nan_to_num(math.inf).mean())
 
 
@@ -92,14 +92,14 @@ def figure(panels: int) -> tuple[Figure, list]:
 
 
 def size_axis(ax, sizes: list[int]) -> None:
-    """Make the x axis logarithmic, with the sizes themselves as ticks."""
+    """Make the x axis logarithmic, with ticks at the sizes."""
     ax.set_xscale("log")
     ax.set_xticks(sizes, [str(n) for n in sizes])
     ax.minorticks_off()
 
 
 def limit_loss(ax, top: float) -> None:
-    """End the y axis at `top`, so that divergence is off the scale."""
+    """End the y axis at `top`, below diverged losses."""
     low = min((y for line in ax.lines for y in line.get_ydata() if y < top), default=0.0)
     ax.set_ylim(low - 0.05 * (top - low), top)
 
@@ -170,10 +170,10 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
 
 # ---------------------------------------------------------------- tables and RESULTS.md
 
-CLAIMS = {  # experiment: title, what the paper says
+CLAIMS = {  # experiment: title, claim of the paper
     "width": ("Wider nets", """
-The final loss of μLOs falls with width far beyond the widths of meta-training; LOs in SP stop
-improving or diverge (figures 3 and 4)."""),
+The final loss of μLOs falls with width far beyond the widths of meta-training; LOs in standard
+parametrization (SP) stop improving or diverge (figures 3 and 4)."""),
     "rank": ("Average rank", """
 At widths from 2048 (Large) to 8192 (XXL), μLO_M and μVeLO_M have the two best average ranks (1.2 to
 2.6); VeLO_M and LO_M have the worst (4.0 to 6.0) (table 1)."""),
@@ -186,7 +186,7 @@ MLP, LO_M diverges at once (figure 5)."""),
     "horizon": ("Longer training", """
 Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop
 improving or diverge (figure 6). The runs under a cosine schedule (1 to 0.1) are not in the paper;
-at a constant rate μLO_M and LO_M anneal beyond their horizon as 1/√t."""),
+at a constant rate, updates of μLO_M and LO_M shrink as 1/√t beyond their horizon."""),
     "transfer": ("Other data sets, input sizes and models", """
 Not in the paper. μLO_M runs untuned, at a constant rate and under a cosine from 2 to 0.2; AdamW at
 its default rate, with its rate tuned at each task's smallest width, and under a cosine with its
@@ -201,20 +201,22 @@ grows with width (figure 2, appendix). The check against the input size is not i
 In a deep net first-layer pre-activations stay stable with μLO_M and grow with LO_M (appendix)."""),
     "ablate": ("Ablations", """
 Among rates, λ1, steps and perturbations, the default recipe with λ1 = 0.01 is one of the best for
-μLO_S (appendix). Epsilons, single μP rules and what happens beyond the horizon are not in the
-paper. Variants are of an earlier desk recipe (400 outer steps, batches of 64)."""),
+μLO_S (appendix). Ablations of epsilons, of single μP rules and beyond the horizon are not in the
+paper. Variants use an earlier desk recipe (400 outer steps, batches of 64)."""),
 }  # fmt: skip
-ABOUT = {  # scale: what is tested
+ABOUT = {  # scale: introduction
     "desk": """\
-The shipped optimizers ([weights](weights/README.md)) were meta-trained for 500 steps on MLPs of
-widths 16, 32 and 64 on 8x8 Fashion-MNIST. They are tested on MLPs on that data (fashion8_mlp) and
-on the labels of a random teacher (teacher_mlp), on ViTs (fashion_vit, 14x14), on transformers that
-predict pixels (pixels_lm), and on ResNets (fashion_resnet, 14x14; 8,000 images to train on, 2,000
-for the test loss). In the table of ranks MLPs are 128, 256 and 512 wide, transformers 32, 64, 128.
+The shipped optimizers ([weights](weights/README.md)) were meta-trained on runs of 500 steps (the
+horizon) of MLPs of widths 16, 32 and 64 on 8x8 Fashion-MNIST. They are tested on MLPs on that data
+(fashion8_mlp) and on the labels of a random teacher (teacher_mlp), on ViTs (fashion_vit, 14x14), on
+transformers that predict pixels (pixels_lm), and on ResNets (fashion_resnet, 14x14; 8,000 images to
+train on, 2,000 for the test loss). Large, XL and XXL are widths 128, 256 and 512 for MLPs, 32, 64
+and 128 for transformers.
 
 AdamW and μAdam are tuned over the paper's grids (504 and 512 configurations) on fashion8_mlp and
-teacher_mlp; elsewhere, and under a cosine schedule, only their rates are. MLPs and ResNets have 5
-seeds (coordinate check 3, activations 2, ablations 1 or 2), transformers 3 (ranks and long runs 2).
+teacher_mlp; elsewhere, and under a cosine schedule, only their rates are tuned. MLPs and ResNets
+have 5 seeds (coordinate check 3, activations 2, ablations 1 or 2), transformers 3 (ranks and long
+runs 2).
 The paper's own sizes (`--scale paper`) have not been run.""",
     "paper": "The optimizers given by `--optimizers`, on tasks of the paper's sizes.",
 }
@@ -228,7 +230,7 @@ Written by `python paper.py {command}` from the losses in [{link}]({link}).
 Nets of all widths and optimizers see the same batches. Final loss: mean training loss over the last
 tenth of a run; errors are standard errors over seeds.
 
-| experiment | here | checks that hold |
+| experiment | result | checks that hold |
 |---|---|---|
 """
 

@@ -18,8 +18,9 @@ from mulo.results.ablate import variants
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"columns": (8, 8, 8), "base": 8, "longest": 3}
+FEW = SMALL | {"few_seeds": 1}
 MLPS = paper.Family("fashion8_mlp", (8, 16), depths=(3, 4), horizons=(2, 3), seeds=2, **SMALL)
-VITS = paper.Family("fashion_vit", (8, 16), depths=(1, 2), seeds=2, few=1, suffix="_b2", **SMALL)
+VITS = paper.Family("fashion_vit", (8, 16), depths=(1, 2), seeds=2, suffix="_b2", **FEW)
 SUITE = paper.Suite(
     ("mulo_m", "lo_m", "adamw", "muadam"), (MLPS, VITS), steps=6, ablate_widths=(8, 16),
     resnets=("fashion8_mlp_w8_d3", "fashion8_mlp_w16_d3"),

@@ -1,10 +1,10 @@
-"""Validate meta-trained optimizers, choose among their seeds what is shipped, and record it.
+"""Validate meta-trained optimizers, and ship the best of several seeds.
 
     python weights/choose.py runs/*/lo.pt                           # validation losses
-    python weights/choose.py runs/mulo_m_desk_seed* --ship mulo_m   # the best of these
+    python weights/choose.py runs/mulo_m_desk_seed* --ship mulo_m   # ship the best of these
 
-The best of several meta-training seeds is chosen by its final losses on tasks that no evaluation
-uses. It goes into weights/ with the record of all of them, from which weights/README.md is written.
+Optimizers are compared by their final losses on tasks that no evaluation uses. The best is saved in
+weights/ with the record of all seeds, from which weights/README.md is written.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ def validate(path: Path, device: str = "cpu") -> dict[str, float]:
 
 
 def choose(name: str, paths: list[Path], device: str = "cpu") -> Path:
-    """Put the best of several meta-training runs into weights/, with the record of all of them."""
+    """Save the best of several meta-training runs in weights/, with the record of all of them."""
     runs = []
     for path in paths:
         about = checkpoints.about(path)
-        if about["recipe"]["name"] != name:
-            made = about["recipe"]["name"]
-            raise ValueError(f"{path} is a run of {made}, not of {name}: leave it out.")
+        if (recipe := about["recipe"]["name"]) != name:
+            raise ValueError(f"{path} is a run of {recipe}, not of {name}: leave it out.")
         scores = validate(path, device)
         runs.append({
             "seed": about["recipe"]["seed"], "validation": geometric_mean(scores.values()),
@@ -76,12 +75,11 @@ def sha256(path: Path) -> str:
 RECORD = """\
 # Shipped learned optimizers
 
-`mulo.load("mulo_m")` loads `mulo_m.pt`, and so on. `python weights/choose.py` wrote this file. It
-chose each optimizer among the meta-training seeds below by its validation loss: the geometric mean
+`mulo.load("mulo_m")` loads `mulo_m.pt`, and so on. This file is written by
+`python weights/choose.py`, which ships the seed with the lowest validation loss: the geometric mean
 of final losses after 500, 2,500 and 12,500 steps on tasks that no evaluation uses (`VALIDATION` in
 choose.py). `anneal` in the config shrinks updates beyond the horizon of meta-training (500 steps),
-so it matters in validation but not in meta-training. Meta-loss is the mean of the last 20 outer
-steps.
+so it affects validation but not meta-training. Meta-loss is the mean over the last 20 outer steps.
 
 | name | seed | | validation | meta-loss | minutes | commit | command |
 |---|---|---|---|---|---|---|---|
@@ -109,9 +107,11 @@ def write_record() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Validate runs, and choose what is shipped.")
-    parser.add_argument("runs", type=Path, nargs="+", help="lo.pt of runs, or their folders")
-    parser.add_argument("--ship", metavar="RECIPE", help="put the best into weights/")
+    parser = argparse.ArgumentParser(description="Validate runs, and ship the best.")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, or their lo.pt")
+    parser.add_argument(
+        "--ship", metavar="RECIPE", help="save the best run of this recipe in weights/"
+    )
     parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
     args = parser.parse_args()
     with one_sentence("choose.py"):

@@ -1,4 +1,4 @@
-"""The variants of mulo_s that `python paper.py ablate` compares, which lie in this folder.
+"""The variants of mulo_s that `python paper.py ablate` compares. Their files are in this folder.
 
 Paper: appendix C varies λ1, rates, steps and perturbations; the epsilons are ours. The base is an
 earlier desk recipe, with larger batches and fewer steps. Delete a file to meta-train it again.
@@ -43,7 +43,7 @@ class MetaTraining:
 
 
 def load(results: Results, scale: str) -> dict[str, list[Contender]]:
-    """Every variant, SEEDS of each; meta-trains what is missing."""
+    """Load SEEDS optimizers of each variant; meta-trains those that are missing."""
     base = metatrain.recipe("mulo_s", scale, **(BASE if scale == "desk" else {}))
     changes = {
         "base": {}, "eps_rms 0": {"eps_rms": 0.0}, "relative epsilons": {"eps": "relative"},
