@@ -16,11 +16,12 @@ CASES = {"sm_80": SHIPPED, "sm_86": (*SHIPPED, "default"), "sm_90": SHIPPED}
 
 
 @pytest.fixture(scope="module")
-def usage():
+def usage(tmp_path_factory):
     """Registers and stack by architecture, optimizer and kernel; "few" may use 64 registers."""
     commands = {k: (k, *names) for k, names in CASES.items()}
     commands["few"] = "sm_86", "mulo_m", "64"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # not in the home
     started = {
         k: subprocess.Popen([sys.executable, SCRIPT, *x], stdout=subprocess.PIPE, env=environment)
         for k, x in commands.items()
