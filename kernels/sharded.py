@@ -1,10 +1,10 @@
-"""The step on shards: parameters that are DTensors, as FSDP2 and tensor parallelism make them.
+"""The step of sharded parameters: DTensors, as FSDP2 and tensor parallelism create them.
 
-Every process steps its own shard. The step is element-wise but for its means: inside `replay`,
-`features.mean_along` and `features.mean_over` return means over all shards. A function is run until
-it asks for a mean that is not known; then the sums that all functions ask for are added over the
-processes in one call, and the functions run again from their start. They are pure, so that is safe.
-A step of small_fc needs three such calls, whatever the number of tensors.
+Every process steps its own shard. The step is element-wise except for its means: inside `replay`,
+`features.mean_along` and `features.mean_all` return means over all shards. `replay` runs a function
+until it needs an unknown mean. It then adds up the sums of all functions over the processes in one
+all-reduce and runs the functions again from the start, which is safe because they are pure. The
+number of all-reduces does not depend on the number of tensors.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ K, T = TypeVar("K"), TypeVar("T")
 
 
 def is_dtensor(x: Tensor) -> bool:
-    """Whether x is a DTensor; importing that class takes long, so look whether somebody has."""
+    """Whether x is a DTensor. Importing that class is slow, so check whether it was imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 class Unknown(Exception):
-    """Raised where a function asks for a mean over shards that is not known yet."""
+    """Raised when a function needs a mean over shards that has not been reduced yet."""
 
 
 class Shards(NamedTuple):
