@@ -13,8 +13,8 @@ train split only, and a second row has their test losses. Saved nets are not tra
 
 Baselines (paper, appendix B): `adamw` and `muadam` are tuned at one width and keep their values at
 all others; results/tuned has these values. `adamw_default` is AdamW with torch's defaults,
-`adamw_oracle` is AdamW with its rate tuned at every width, `muon` is torch's Muon for hidden
-matrices and Adam for the rest.
+`muon` is orthogonalised momentum (training.Muon) at one rate for all tasks and widths, always under
+its own schedule. `adamw_oracle` and `muon_oracle` have their rates tuned at every width.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import io
 import itertools
@@ -58,10 +59,11 @@ WIDEST = {"desk": DESK["widths"][-1], "paper": Recipe.widths[-1]}  # net in meta
 # ---------------------------------------------------------------- tuned baselines
 
 TUNED = Path(__file__).parent / "results" / "tuned"
-SCHEDULES = {"constant": None, "cosine": 1.0, "cosine2": 2.0}  # name: peak of the cosine
+SCHEDULES = {"constant": None, "cosine": 1.0, "cosine2": 2.0, "warmup": None}  # peak of the cosine
 BASELINES = {"adamw": "AdamW", "muadam": "μAdam"}  # AdamW in SP, Adam under μP
 MORE_BASELINES = {
     "adamw_default": "AdamW (default)", "adamw_oracle": "AdamW (every width)", "muon": "Muon",
+    "muon_oracle": "Muon (every width)",
 }  # fmt: skip
 GRIDS = {  # the paper's tables: 504 and 512 configurations
     "adamw": {
@@ -77,7 +79,8 @@ FIELDS = ("lr", "b1", "b2", "weight_decay")
 ADAM_DEFAULTS = {"b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
 ADAMW_DEFAULTS = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
 RATES = {"adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][15::2]}  # of `Tuning`
-RATES["muon"] = RATES["adamw"]
+MUON = {"lr": training.Muon.LR, "b1": 0.9, "b2": 0.95, "weight_decay": 0.0}  # b1, b2: of Adam
+RATES["muon"] = [MUON["lr"] * 2.0**k for k in range(-2, 3)]
 PAPER = {  # the paper's best, tuned at width 1024 for 1000 steps
     "adamw": {
         "lm": (7.02e-4, 0.9, 0.99, 0.001), "vit": (1.70e-4, 0.9, 0.999, 0.01),
@@ -97,8 +100,10 @@ CHUNK = 64  # nets that are tuned side by side
 def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
     """The factor on the learning rate at step t: a cosine that decays to a tenth of its peak.
 
-    "cosine2", from 2 to 0.2, is for learned optimizers in short runs.
+    "cosine2", from 2 to 0.2, is for learned optimizers in short runs, "warmup" is for Muon.
     """
+    if name == "warmup":
+        return functools.partial(training.warmup_cosine, steps=steps)
     peak = SCHEDULES[name]
     return (lambda t: peak * float(training.cosine(t / steps))) if peak else None
 
@@ -106,7 +111,7 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
 def adam(values: list[dict], name: str = "adamw") -> Callable[[tasks.Task], training.Adam]:
     """A baseline for `training.train`, with the hyperparameters of each net."""
     columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
-    baseline = training.Muon if name == "muon" else training.Adam
+    baseline = training.Muon if name.startswith("muon") else training.Adam
     return lambda task: baseline(task, **columns)
 
 
@@ -142,20 +147,22 @@ def remember(
 
 def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps."""
-    if name == "adamw_default":
-        return ADAMW_DEFAULTS
-    width = task.width if name == "adamw_oracle" else None
-    name = "adamw" if width else name
+    if name in (fixed := {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}):
+        return fixed[name]
+    width = task.width if name.endswith("_oracle") else None
+    name = name.removesuffix("_oracle")
     constant = schedule == "constant" and not width
     for length in [*HORIZONS.values(), steps] if constant else [steps]:
         if values := best(name, task.kind, length, schedule, width):
             return {k: values[k] for k in FIELDS}
-    flags = " --scale paper" if task.kind in PAPER["adamw"] else ""
-    flags += f" --width {width} --every-width" if width else ""
-    if schedule != "constant":
-        flags += f" --steps {steps} --schedule {schedule}"
-    command = f"python evaluate.py tune {task.kind}{flags}"
-    raise ValueError(f"{name} is not tuned for {task.kind}: run {command}.")
+    if task.own or name == "muon":
+        fix = "compare with adamw_default or muon, which need no tuning"
+    else:
+        flags = " --scale paper" if task.kind in PAPER["adamw"] else ""
+        flags += f" --width {width} --every-width" if width else ""
+        flags += f" --steps {steps} --schedule {schedule}" if schedule != "constant" else ""
+        fix = f"run python evaluate.py tune {task.kind}{flags}"
+    raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,12 +210,13 @@ class Tuning:
         tried = len(finalists)
         if not self.full:
             known = [best(self.name, task.kind, n) for n in (self.steps, *HORIZONS.values())]
-            rest = next(filter(None, known), ADAM_DEFAULTS)
+            rest = MUON if self.name == "muon" else next(filter(None, known), ADAM_DEFAULTS)
             wide = self.name == "adamw" and task.width >= 1024  # its best rates are small
             rates = RATES[self.name][2:7] if wide else RATES[self.name]
             configs, tried = [rest | {"lr": lr} for lr in rates], len(rates)
             finalists = self.search(configs, self.seeds[:1], device)[:FINALISTS]
-        winner = self.search(finalists, self.seeds, device)[0]
+        several = self.full or len(self.seeds) > 1
+        winner = (self.search(finalists, self.seeds, device) if several else finalists)[0]
         size = {"width": task.width, "depth": task.depth, "seeds": len(self.seeds)}
         return {k: winner[k] for k in (*FIELDS, "loss")} | size | {"configurations": tried}
 
@@ -259,15 +267,18 @@ class Job:
 
     def __post_init__(self):
         lo, rules, values = self.optimizer.lo, self.optimizer.rules, self.values
+        muon = lo is None and self.optimizer.name.startswith("muon")
+        schedule = "warmup" if muon else self.schedule
         split = "train" if self.test else "all"
         task = tasks.get(self.task, rules=rules, split=split)  # raises if the name is unknown
         if lo is None and values is None:
             # Read once: another process may tune the baseline while this job waits.
-            values = tuned(self.optimizer.name, task, self.steps, self.schedule)
+            values = tuned(self.optimizer.name, task, self.steps, schedule)
         identity = f"{checkpoints.digest(lo) if lo else list(values.values())} {rules}"
         identity += f" {task.batch_size}" + (task.own.digest if task.own else "")
         digest = hashlib.sha256((identity + " test" * self.test).encode()).hexdigest()[:8]
-        for name, value in (("split", split), ("values", values), ("digest", digest)):
+        fields = {"split": split, "values": values, "digest": digest, "schedule": schedule}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def keys(self, split: str = "") -> list[tuple]:
@@ -516,7 +527,7 @@ FLAGS = {
     "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
     "--schedule": dict(choices=SCHEDULES, default="constant", help="of rates (default: constant)"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
-    "--every-width": dict(action="store_true", help="for adamw_oracle: save for this width only"),
+    "--every-width": dict(action="store_true", help="use the values at this width only (oracle)"),
     "--optimizers": dict(nargs="+", help="shipped names, files, folders of runs, baselines"),
     "--out": dict(type=Path, help="folder of the results (default: results)"),
     "--fresh": dict(action="store_true", help="retrain nets that the folder already has"),

@@ -32,6 +32,8 @@ from mulo.training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
+MUON = ("muon",)  # baselines beyond the paper's, in `width`, `rank` and `horizon`
+MUON_WIDEST = 512  # wider nets take Muon more than five minutes each on a core
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
 WIDE, NARROW = (64, 256, 1024), (64, 128)
@@ -96,6 +98,10 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
+    def with_muon(self) -> dict[str, Contender]:
+        """All optimizers, and Muon."""
+        return self.contenders() | self.contenders(*MUON)
+
 
 SUITES = {
     "desk": Suite(),
@@ -118,42 +124,37 @@ SUITES = {
 def sweep(
     suite: Suite, results: Results, optimizers: dict[str, Contender], axis: str,
     sizes: dict[Family, dict[int, str]],
-) -> tuple[dict, dict, Figure]:  # fmt: skip
+) -> tuple[dict, dict, list, Figure]:  # fmt: skip
     """Train every optimizer on {size: task} of each family. Returns final losses by kind, optimizer
-    and size, curves at the largest size by kind and optimizer, and a figure of both."""
+    and size, curves at the largest size by kind and optimizer, a table, and a figure."""
     jobs = {
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
         for size, task in tested.items()
+        if name not in MUON or tasks.get(task).width <= MUON_WIDEST
     }
     results.run(jobs.values(), axis)
-    final, curves = {}, {}
+    final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
     for (kind, name, size), job in jobs.items():
         losses = curves.setdefault(kind, {})[name] = results.losses(job)
         final.setdefault(kind, {}).setdefault(name, {})[size] = final_loss(losses)
+        rows.append([kind, name, size, *mean_stderr(final_loss(losses))])
     fig, axes = figure(2 * len(sizes))
     for (f, tested), ax, beside in zip(sizes.items(), axes[::2], axes[1::2], strict=True):
         top, title = 1.2 * guess(f.kind), f"{f.kind}, {axis} {max(tested)}"
         report.draw_final(ax, final[f.kind], top, axis, f.kind)
         report.draw_curves(beside, curves[f.kind], suite.steps, top, title=title)
     axes[0].legend(fontsize=8)
-    return final, curves, fig
+    return final, curves, rows, fig
 
 
 def width(suite: Suite, results: Results) -> Finding:
     """Final loss against width, and training curves at the largest width."""
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, _, fig = sweep(suite, results, suite.contenders(), "width", sizes)
-    rows = [["kind", "optimizer", "width", "loss", "stderr", "change", "its stderr"]]
+    final, _, rows, fig = sweep(suite, results, suite.with_muon(), "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
         kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
-        for name, by_width in losses.items():
-            before = math.nan
-            for w, x in by_width.items():
-                change = ["" if math.isnan(v) else v for v in mean_stderr(x - before)]
-                rows.append([kind, name, w, *mean_stderr(x), *change])
-                before = x
         beyond = [w for w in f.widths if w >= f.columns[-1]]
         for mu, sp in PAIRS.items():
             if mu in losses and sp in losses:
@@ -166,7 +167,7 @@ def width(suite: Suite, results: Results) -> Finding:
                     f"{other} is worse from width {beyond[0]} on": behind,
                     f"{other} has stopped improving by {top}": report.stopped(by_sp),
                 }
-        last = {name: by_width[f.widths[-1]] for name, by_width in losses.items()}
+        last = {name: x[f.widths[-1]] for name, x in losses.items() if f.widths[-1] in x}
         summary.append(f"{kind}, {top}: {listing(last)}")
     return Finding(rows, fig, checks, "; ".join(summary))
 
@@ -174,21 +175,23 @@ def width(suite: Suite, results: Results) -> Finding:
 def rank(suite: Suite, results: Results) -> Finding:
     """Average rank over families at each column's width, at 1, 3 and 5 horizons.
 
-    Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, has
-    not finished there. A diverged net has the loss of guessing.
+    Losses at 3 horizons are from the runs of 5, so VeLO and Muon, which know the length of their
+    run, have not finished there. A diverged net has the loss of guessing. The checks are the
+    paper's, of ranks without Muon.
     """
-    optimizers, runs = suite.contenders(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
+    optimizers, runs = suite.with_muon(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
     names, columns, jobs = list(optimizers), list(product(runs, SIZES)), {}
     for f, (t, size) in product(suite.families, columns):
         task = f.task(f.columns[SIZES.index(size)])
         steps, seeds = runs[t] * suite.steps, range(f.few_seeds)
         jobs[f, t, size] = [Job(c, task, steps, seeds=seeds) for c in optimizers.values()]
     results.run(chain(*jobs.values()), "rank")
-    by_kind = {}
-    for (f, t, _), of_task in jobs.items():
+    by_kind, paper, n = {}, {}, len(suite.optimizers)  # paper: ranks without Muon
+    for (f, t, size), of_task in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in of_task])
         losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (optimizers, seeds)
         by_kind.setdefault(f.kind, []).append(report.ranked(losses.mean(1)))
+        paper.setdefault((t, size), []).append(report.ranked(losses[:n].mean(1)))
     ranks = {kind: torch.stack(x) for kind, x in by_kind.items()}  # (columns, optimizers) each
     ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
     rows = [["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)]]
@@ -204,13 +207,15 @@ def rank(suite: Suite, results: Results) -> Finding:
         ax.invert_yaxis()
     axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     checks, summary = {}, []
-    for (t, size), row in zip(columns, ranks["all"].tolist(), strict=True):
+    for (t, size), by_family in paper.items():
+        row = torch.stack(by_family).mean(0).tolist()
         for claim, claimed, sign in (
             ("μLO_M and μVeLO_M have the two best average ranks", PAIRS.keys(), 1),
             ("LO_M and VeLO_M have the two worst", PAIRS.values(), -1),
         ):
-            inside = [sign * x for name, x in zip(names, row, strict=True) if name in claimed]
-            others = [sign * x for name, x in zip(names, row, strict=True) if name not in claimed]
+            inside, others = [], []
+            for name, x in zip(suite.contenders(), row, strict=True):
+                (inside if name in claimed else others).append(sign * x)
             if inside and others:
                 checks[f"{claim}, {size}, after {t}x the horizon"] = max(inside) < min(others)
     average = ranks["all"].view(len(runs), len(SIZES), -1).mean(1)  # (runs, optimizers)
@@ -223,13 +228,11 @@ def rank(suite: Suite, results: Results) -> Finding:
 def depth(suite: Suite, results: Results) -> Finding:
     """Nets of 3 to 16 layers or blocks."""
     sizes = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
-    final, curves, fig = sweep(suite, results, suite.contenders(), "depth", sizes)
-    rows, checks, summary = [["kind", "optimizer", "depth", "loss", "stderr"]], {}, []
+    final, curves, rows, fig = sweep(suite, results, suite.contenders(), "depth", sizes)
+    checks, summary = {}, []
     for f in sizes:
         kind, deepest, losses = f.kind, f.depths[-1], final[f.kind]
         layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
-        for name, by_depth in losses.items():
-            rows += [[kind, name, d, *mean_stderr(x)] for d, x in by_depth.items()]
         last = {name: by_depth[deepest] for name, by_depth in losses.items()}
         for mu, sp in PAIRS.items():
             if mu in last and sp in last:
@@ -245,7 +248,7 @@ def depth(suite: Suite, results: Results) -> Finding:
 
 def horizon(suite: Suite, results: Results) -> Finding:
     """Runs of 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
-    optimizers, runs = suite.contenders(), []
+    optimizers, runs = suite.with_muon(), []
     for f in suite.families:
         runs += [(f, "constant", f.longest, f.few_seeds)] * bool(f.longest)
         runs += [(f, "cosine", times, f.seeds) for times in f.horizons]
@@ -357,10 +360,8 @@ def distribution(suite: Suite, results: Results) -> Finding:
     widths = [w for w in first.widths if w <= 16 * first.base]
     sizes = {first: {w: first.task(w) for w in widths}}
     optimizers = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
-    final, _, fig = sweep(suite, results, optimizers, "width", sizes)
-    rows, checks = [["kind", "optimizer", "width", "loss", "stderr"]], {}
-    for name, by_width in final[first.kind].items():
-        rows += [[first.kind, name, w, *mean_stderr(x)] for w, x in by_width.items()]
+    final, _, rows, fig = sweep(suite, results, optimizers, "width", sizes)
+    checks = {}
     last = {name: by_width[widths[-1]] for name, by_width in final[first.kind].items()}
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
         claim = f"{LABELS[a]} is ahead of {LABELS[b]} at width {widths[-1]}"
@@ -410,18 +411,19 @@ def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict
     return checks
 
 
-ENTRANTS = [  # optimizer, schedule; muon is not ranked: it runs on MLPs of width 64 only
+ENTRANTS = [  # optimizer, schedule
     ("mulo_m", "constant"), ("mulo_m", "cosine2"), ("adamw", "constant"), ("muadam", "constant"),
-    ("adamw_default", "constant"), ("adamw_oracle", "cosine"), ("muon", "constant"),
+    ("adamw_default", "constant"), ("adamw_oracle", "cosine"), ("muon", "warmup"),
+    ("muon_oracle", "warmup"),
 ]  # fmt: skip
 
 
 def transfer(suite: Suite, results: Results) -> Finding:
-    """μLO_M, untuned, on other data sets, input sizes and models, against tuned AdamW."""
+    """μLO_M, untuned, on other data sets, input sizes and models, against tuned baselines."""
     optimizers, jobs = suite.contenders(*dict(ENTRANTS)), {}
     for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
         for w in widths:
-            if optimizer != "muon" or (w <= 64 and "mlp" in name):
+            if schedule != "warmup" or w <= MUON_WIDEST:
                 task, c = name.format(w), optimizers[optimizer]
                 jobs[task, optimizer, schedule] = Job(c, task, suite.steps, schedule, range(SEEDS))
     results.run(jobs.values(), "transfer")
@@ -436,25 +438,30 @@ def transfer(suite: Suite, results: Results) -> Finding:
     means = [{e: float(x.mean()) for e, x in losses.items()} for losses in final.values()]
 
     def average_ranks(entrants: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
-        ranks = torch.stack([report.ranked(torch.tensor([x[e] for e in entrants])) for x in means])
+        losses = [[x[e] for e in entrants] for x in means if x.keys() >= set(entrants)]
+        ranks = torch.stack([report.ranked(torch.tensor(x)) for x in losses])
         return dict(zip(entrants, ranks.mean(0).tolist(), strict=True))
 
-    overall = average_ranks(ENTRANTS[:-1])
-    constant = average_ranks([e for e in ENTRANTS[:-1] if e[1] == "constant"])
-    oracle, mine = ("adamw_oracle", "cosine"), ("mulo_m", "constant")
+    def ahead(a: tuple[str, str], b: tuple[str, str]) -> bool:
+        """Whether a has the lower loss, by the mean of log ratios over the tasks of both."""
+        return fmean(math.log(x[a] / x[b]) for x in means if {a, b} <= x.keys()) < 0
+
+    overall = average_ranks(ENTRANTS)
+    constant = average_ranks([e for e in ENTRANTS if e[1] == "constant"])
+    mine, cosine, oracle, muon = ENTRANTS[0], ENTRANTS[1], ENTRANTS[5], ENTRANTS[6]
     checks, claim = {}, "μLO_M, untuned, has a better average rank than"
     for name, title in evaluate.BASELINES.items():
         checks[f"{claim} {title} tuned at one width"] = constant[mine] < constant[name, "constant"]
-    ratios = [math.log(x["mulo_m", "cosine2"] / x[oracle]) for x in means]
     claim = "μLO_M, untuned, is behind AdamW at its default rate on no task"
     checks[claim] = all(x[mine] <= x["adamw_default", "constant"] for x in means)
     claim = "μLO_M with a cosine is ahead of AdamW with a cosine retuned at every width, on average"
-    checks[claim] = fmean(ratios) < 0
+    checks[claim] = ahead(cosine, oracle)
+    checks["μLO_M with a cosine is ahead of Muon at its one rate, on average"] = ahead(cosine, muon)
     fig, [ax] = figure(1)
     values = {LABELS[x] + " + cosine" * (s != "constant"): y for (x, s), y in overall.items()}
     order = sorted(values, key=values.get, reverse=True)
     ax.barh(order, [values[name] for name in order])
-    ax.set(xlabel="average rank", title=f"{len(final)} tasks")
+    ax.set(xlabel="average rank", title=f"{sum(len(x) == len(ENTRANTS) for x in means)} tasks")
     return Finding(rows, fig, checks, f"average rank: {listing(values, '.2f')}")
 
 
@@ -554,18 +561,16 @@ def tune(suite: Suite, results: Results) -> None:
     tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
     for name, widths in TRANSFER.items():
         tunings += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
-        tunings += [Tuning("muon", name.format(widths[0]), suite.steps)] * ("mlp" in name)
+        narrow = (name.format(w) for w in widths if w <= MUON_WIDEST)
+        tunings += [Tuning("muon", x, suite.steps, "warmup", True, (5001,)) for x in narrow]
     missing = [tuning for tuning in tunings if not evaluate.best(*tuning.key())]
     for tuning, values in results.execute(missing, "tuning"):
         evaluate.remember(values, *tuning.key())
 
 
 def main() -> None:
-    texts = [f"{name}: {f.__doc__.splitlines()[0]}" for name, f in EXPERIMENTS.items()]
-    texts += [f"tune: {tune.__doc__}", "all: All experiments, README's picture and RESULTS.md."]
-    parser = argparse.ArgumentParser(description="The paper's experiments and ours.")
-    choices = [*EXPERIMENTS, "all", "tune"]
-    parser.add_argument("experiment", choices=choices, help=" ".join(texts))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiment", choices=[*EXPERIMENTS, "all", "tune"])
     flags = "--scale --optimizers --out --fresh --processes --at-once --device --backend"
     for flag in flags.split():
         parser.add_argument(flag, **evaluate.FLAGS[flag])

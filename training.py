@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 
@@ -187,33 +188,51 @@ class Adam:
             p.sub_(rate_ * m / ((v.sqrt() / root_).add_(self.eps)))
 
 
+def orthogonalise(d: Tensor) -> Tensor:
+    """Bring all singular values of d, (P, m, n), near 1, by five steps of Newton-Schulz."""
+    x = d if d.shape[1] <= d.shape[2] else d.mT
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-8)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x if d.shape[1] <= d.shape[2] else x.mT
+
+
 class Muon(Adam):
-    """torch.optim.Muon for hidden matrices, with updates of AdamW's RMS; Adam for the rest."""
+    """Orthogonalised momentum for all matrices; Adam for biases, norms and embeddings.
+
+    A matrix moves by lr * sqrt(fan_out / fan_in) times an orthogonal matrix, so `lr` is the change
+    of its spectral norm and needs no tuning over widths. A convolution is a matrix of its output
+    channels. Made for the schedule `warmup_cosine`.
+    """
+
+    LR, VECTOR_LR, MOMENTUM = 0.024, 0.06, 0.95
 
     def init(self, theta: Theta) -> State:
-        groups, options = self.groups, {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
-        self.hidden = [k for k, p in theta.items() if p.ndim == 3 and groups[k]["kind"] == "hidden"]
-        self.rates = self.numbers[0].tolist() if self.hidden else []
-        self.muons = [  # one per net; its parameters are views, stepped in place
-            torch.optim.Muon([theta[k][net] for k in self.hidden], rate, **options)
-            for net, rate in enumerate(self.rates)
-        ]
+        kinds = {name: group["kind"] for name, group in self.groups.items()}
+        self.vectors = [k for k in theta if kinds[k] in ("bias", "norm", "table")]
+        self.rates = self.numbers[0].clone()
+        self.numbers[0] = self.VECTOR_LR  # of Adam
         return super().init(theta)
 
     def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
-        rest = {k: p for k, p in theta.items() if k not in self.hidden}
-        super().step(state, rest, grads, t, lr)
-        for net, (muon, rate) in enumerate(zip(self.muons, self.rates, strict=True)):
-            group = muon.param_groups[0]
-            group["lr"] = lr * rate
-            for p, name in zip(group["params"], self.hidden, strict=True):
-                p.grad = grads[name][net]
-            muon.step()
+        super().step(state, {k: theta[k] for k in self.vectors}, grads, t, lr)
+        for name in theta.keys() - self.vectors:
+            p, g, m = theta[name], grads[name], state[f"m/{name}"]
+            m.lerp_(g, 1 - self.MOMENTUM)
+            d = g.lerp(m, self.MOMENTUM).flatten(2)  # (P, fan_out, fan_in)
+            rate = lr * self.rates.to(d) * (d.shape[1] / d.shape[2]) ** 0.5
+            p.sub_((trailing(rate, 3) * orthogonalise(d)).view_as(p))
 
 
 def cosine(x: Tensor | float) -> Tensor:
     """The factor of a cosine schedule at the fraction x of a run: from 1 to 0.1."""
     return 0.55 + 0.45 * torch.cos(torch.as_tensor(torch.pi * x))
+
+
+def warmup_cosine(t: int, steps: int) -> float:
+    """A cosine schedule from 1 to 0.01, with linear warm-up over the first 5 % of the steps."""
+    return min(1.0, (t + 1) / (0.05 * steps)) * (0.505 + 0.495 * math.cos(math.pi * t / steps))
 
 
 @torch.no_grad()
