@@ -32,7 +32,6 @@ from mulo.training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-MUON = ("muon",)  # baselines beyond the paper's, in `width`, `rank` and `horizon`
 MUON_WIDEST = 512  # wider nets take Muon more than five minutes each on a core
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
@@ -80,7 +79,15 @@ DEEP_AND_LONG = {"depths": (3, 4, 8, 16), "horizons": (5, 10, 25), "longest": 25
 class Suite:
     """Optimizers and tasks. The first family is the one of meta-training."""
 
-    optimizers: tuple[str, ...] = ("mulo_m", "muvelo_m", "lo_m", "velo_m", "adamw", "muadam")
+    optimizers: tuple[str, ...] = (
+        "mulo_m",
+        "muvelo_m",
+        "lo_m",
+        "velo_m",
+        "adamw",
+        "muadam",
+        "muon",
+    )
     families: tuple[Family, ...] = (
         Family("fashion8_mlp", **DEEP_AND_LONG), Family("teacher_mlp"),
         Family("fashion_vit", **TRANSFORMER), Family("pixels_lm", **TRANSFORMER),
@@ -90,17 +97,15 @@ class Suite:
     ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
     scale: str = "desk"
 
-    def contenders(self, *names: str) -> dict[str, Contender]:
-        """Optimizers by name of recipe. `names` selects; those not in `optimizers` are shipped."""
+    def contenders(self, *names: str, muon: bool = False) -> dict[str, Contender]:
+        """Optimizers by name of recipe. `names` selects; those not in `optimizers` are shipped.
+        Muon, which the paper does not have, is left out unless asked for."""
         known = {(c := contender(name)).recipe or c.name: c for name in self.optimizers}
         if len(known) < len(self.optimizers):
             raise ValueError("two of --optimizers are runs of one recipe: use evaluate.py task.")
-        chosen = {name: known.get(name) or contender(name) for name in names or known}
+        names = names or [name for name in known if muon or name != "muon"]
+        chosen = {name: known.get(name) or contender(name) for name in names}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
-
-    def with_muon(self) -> dict[str, Contender]:
-        """All optimizers, and Muon."""
-        return self.contenders() | self.contenders(*MUON)
 
 
 SUITES = {
@@ -131,7 +136,7 @@ def sweep(
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
         for size, task in tested.items()
-        if name not in MUON or tasks.get(task).width <= MUON_WIDEST
+        if name != "muon" or tasks.get(task).width <= MUON_WIDEST
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
@@ -151,7 +156,7 @@ def sweep(
 def width(suite: Suite, results: Results) -> Finding:
     """Final loss against width, and training curves at the largest width."""
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, _, rows, fig = sweep(suite, results, suite.with_muon(), "width", sizes)
+    final, _, rows, fig = sweep(suite, results, suite.contenders(muon=True), "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
         kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
@@ -179,19 +184,22 @@ def rank(suite: Suite, results: Results) -> Finding:
     run, have not finished there. A diverged net has the loss of guessing. The checks are the
     paper's, of ranks without Muon.
     """
-    optimizers, runs = suite.with_muon(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
+    optimizers, runs = (
+        suite.contenders(muon=True),
+        {1: 1, 3: 5, 5: 5},
+    )  # horizons: length of the run
     names, columns, jobs = list(optimizers), list(product(runs, SIZES)), {}
     for f, (t, size) in product(suite.families, columns):
         task = f.task(f.columns[SIZES.index(size)])
         steps, seeds = runs[t] * suite.steps, range(f.few_seeds)
         jobs[f, t, size] = [Job(c, task, steps, seeds=seeds) for c in optimizers.values()]
     results.run(chain(*jobs.values()), "rank")
-    by_kind, paper, n = {}, {}, len(suite.optimizers)  # paper: ranks without Muon
+    by_kind, paper, without = {}, {}, [k for k, name in enumerate(names) if name != "muon"]
     for (f, t, size), of_task in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in of_task])
         losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (optimizers, seeds)
         by_kind.setdefault(f.kind, []).append(report.ranked(losses.mean(1)))
-        paper.setdefault((t, size), []).append(report.ranked(losses[:n].mean(1)))
+        paper.setdefault((t, size), []).append(report.ranked(losses[without].mean(1)))
     ranks = {kind: torch.stack(x) for kind, x in by_kind.items()}  # (columns, optimizers) each
     ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
     rows = [["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)]]
@@ -248,7 +256,7 @@ def depth(suite: Suite, results: Results) -> Finding:
 
 def horizon(suite: Suite, results: Results) -> Finding:
     """Runs of 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
-    optimizers, runs = suite.with_muon(), []
+    optimizers, runs = suite.contenders(muon=True), []
     for f in suite.families:
         runs += [(f, "constant", f.longest, f.few_seeds)] * bool(f.longest)
         runs += [(f, "cosine", times, f.seeds) for times in f.horizons]

@@ -22,7 +22,7 @@ FEW = SMALL | {"few_seeds": 1}
 MLPS = paper.Family("fashion8_mlp", (8, 16), depths=(3, 4), horizons=(2, 3), seeds=2, **SMALL)
 VITS = paper.Family("fashion_vit", (8, 16), depths=(1, 2), seeds=2, suffix="_b2", **FEW)
 SUITE = paper.Suite(
-    ("mulo_m", "lo_m", "adamw", "muadam"), (MLPS, VITS), steps=6, ablate_widths=(8, 16),
+    ("mulo_m", "lo_m", "adamw", "muadam", "muon"), (MLPS, VITS), steps=6, ablate_widths=(8, 16),
     resnets=("fashion8_mlp_w8_d3", "fashion8_mlp_w16_d3"),
 )  # fmt: skip
 TINY = {"steps": 2, "pairs": 1, "unroll": 4, "shortest": 4, "truncation": 2}
