@@ -80,14 +80,8 @@ class Suite:
     """Optimizers and tasks. The first family is the one of meta-training."""
 
     optimizers: tuple[str, ...] = (
-        "mulo_m",
-        "muvelo_m",
-        "lo_m",
-        "velo_m",
-        "adamw",
-        "muadam",
-        "muon",
-    )
+        "mulo_m", "muvelo_m", "lo_m", "velo_m", "adamw", "muadam", "muon",
+    )  # fmt: skip
     families: tuple[Family, ...] = (
         Family("fashion8_mlp", **DEEP_AND_LONG), Family("teacher_mlp"),
         Family("fashion_vit", **TRANSFORMER), Family("pixels_lm", **TRANSFORMER),
