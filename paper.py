@@ -178,10 +178,8 @@ def rank(suite: Suite, results: Results) -> Finding:
     run, have not finished there. A diverged net has the loss of guessing. The checks are the
     paper's, of ranks without Muon.
     """
-    optimizers, runs = (
-        suite.contenders(muon=True),
-        {1: 1, 3: 5, 5: 5},
-    )  # horizons: length of the run
+    optimizers = suite.contenders(muon=True)
+    runs = {1: 1, 3: 5, 5: 5}  # horizons: length of the run
     names, columns, jobs = list(optimizers), list(product(runs, SIZES)), {}
     for f, (t, size) in product(suite.families, columns):
         task = f.task(f.columns[SIZES.index(size)])
