@@ -211,9 +211,7 @@ COMMANDS = dict(step=bench_step, many=bench_many, metatrain=bench_metatrain, exp
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure speed and memory of the step.")
     parser.add_argument("command", choices=[*COMMANDS, "all"], help="what to measure")
-    parser.add_argument(
-        "--repeats", type=positive, default=15, help="rounds (default: 15); more have less noise"
-    )
+    parser.add_argument("--repeats", type=positive, default=15, help="rounds (default: 15)")
     parser.add_argument("--device", default="cpu", help="cpu (default), or cuda for step and many")
     args = parser.parse_args()
     if args.device != "cpu" and args.command not in ("step", "many"):
