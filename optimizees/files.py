@@ -1,8 +1,7 @@
 """Readers of published data files, and a downloader for some of them.
 
-A file that is missing, or is not the published one, raises an error that names it and the fix.
-`datasets.load` makes data sets from these arrays. Only `python tasks.py download NAME` uses the
-network.
+A file that is missing, incomplete or not the published one raises an error that names it and the
+fix. Only `python tasks.py download NAME` uses the network.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def _read(path: Path) -> bytearray:
             content = gzip.decompress(content)
         except (EOFError, zlib.error, OSError) as error:
             raise ValueError(f"{path} is damaged ({error}): get it again.") from error
-    known = SHA256[path.name.removesuffix(".gz")]
-    if hashlib.sha256(content).hexdigest() != known:
-        problem = f"is not the published file (its sha256 is not {known[:8]}...)"
+    sha256 = SHA256[path.name.removesuffix(".gz")]
+    if hashlib.sha256(content).hexdigest() != sha256:
+        problem = f"is not the published file (its sha256 is not {sha256[:8]}...)"
         raise ValueError(f"{path} {problem}: get it again.")
     return bytearray(content)  # writable, as torch requires
 
@@ -90,10 +89,7 @@ def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
 
 
 def read_cifar10(folder: Path, test: bool, parts: int) -> Arrays:
-    """The test images, or those of the first `parts` of the five training files.
-
-    A record of a file is a label and 1024 bytes each of R, G and B.
-    """
+    """From the test file, or the first `parts` training files: a label, 1024 bytes R, G and B."""
     files = ["test_batch.bin"] if test else [f"data_batch_{k + 1}.bin" for k in range(parts)]
     paths = _find("cifar10", folder / "cifar-10-batches-bin", files)
     records = np.concatenate([np.frombuffer(_read(path), np.uint8) for path in paths])
@@ -119,8 +115,7 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
     x_path, y_path = folder / f"{split}_x.uint8", folder / f"{split}_y.npy"
     if not (x_path.is_file() and y_path.is_file()):
         files = [f"train_data_batch_{k}.npz" for k in range(1, 11)]
-        paths = _find(name, folder, ["val_data.npz"] if test else files)
-        labels = []
+        paths, labels = _find(name, folder, ["val_data.npz"] if test else files), []
 
         def write_images(file) -> None:  # with one .npz in memory at a time
             for path in tqdm(paths, f"converting {name}"):
@@ -130,8 +125,7 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
 
         write_atomically(x_path, write_images)
         write_atomically(y_path, lambda file: np.save(file, np.concatenate(labels)))
-    x = np.memmap(x_path, np.uint8, "c")  # copy-on-write: torch requires writable memory
-    y = np.load(y_path)
+    x, y = np.memmap(x_path, np.uint8, "c"), np.load(y_path)  # "c": torch requires writable memory
     if len(x) != len(y) * 3 * side**2:
         raise ValueError(f"{x_path} is damaged: delete it, to convert the .npz files again.")
     return x.reshape(-1, 3, side, side), y
@@ -139,8 +133,7 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
 
 def read_text(path: Path) -> np.ndarray:
     """The bytes of a file, (T,) uint8."""
-    [path] = _find("text", path.parent, [path.name])
-    return np.fromfile(path, np.uint8)
+    return np.fromfile(*_find("text", path.parent, [path.name]), np.uint8)
 
 
 def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
@@ -166,7 +159,10 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
 
     def rows() -> Iterator[np.ndarray]:
         for path in tqdm(paths, "tokenizing lm1b"):
-            for sentence in filter(str.strip, path.read_bytes().decode().split("\n")):
+            *sentences, rest = path.read_bytes().decode(errors="replace").split("\n")
+            if rest:
+                raise ValueError(f"{path} ends within a sentence: get it again.")
+            for sentence in filter(str.strip, sentences):
                 ids = model.encode(sentence)[: seq_len + 1]
                 yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
 
@@ -181,17 +177,20 @@ def download(name: str, data_dir: str | os.PathLike | None = None) -> None:
     if name not in DOWNLOADS:
         fix = HOW_TO_GET.get(name, f"use {' or '.join(DOWNLOADS)}")
         raise ValueError(f"{name!r} cannot be downloaded from here: {fix}.")
-    folder = data_dir_or_default(data_dir) / DOWNLOADS[name][0]
+    folder, urls = DOWNLOADS[name]
+    folder = data_dir_or_default(data_dir) / folder
     folder.mkdir(parents=True, exist_ok=True)
-    for url in DOWNLOADS[name][1]:
+    for url in urls:
+        file = Path(url).name
         try:
-            with urllib.request.urlopen(url, timeout=60) as response:
-                bar = tqdm.wrapattr(response, "read", total=response.length, desc=Path(url).name)
-                with bar as stream:
-                    if url.endswith(".tar.gz"):
-                        with tarfile.open(fileobj=stream, mode="r|gz") as tar:
-                            tar.extractall(folder, filter="data")  # writes only to `folder`
-                    else:
-                        write_atomically(folder / Path(url).name, stream.read())
+            with (
+                urllib.request.urlopen(url, timeout=60) as response,
+                tqdm.wrapattr(response, "read", total=response.length, desc=file) as stream,
+            ):
+                if file.endswith(".tar.gz"):
+                    with tarfile.open(fileobj=stream, mode="r|gz") as tar:
+                        tar.extractall(folder, filter="data")  # writes only to `folder`
+                else:
+                    write_atomically(folder / file, stream.read())
         except Exception as error:  # a broken connection can raise anything
             raise OSError(f"{url}: {error}: try again.") from error

@@ -22,9 +22,7 @@ def test_batch_gathers_and_normalises():
     d = images()
     d.y = torch.arange(50)  # so that the label tells which image was drawn
     x, y = d.batch(seed(), 200)
-    assert x.shape == (200, 3, 4, 4)
-    assert x.dtype == torch.float32
-    assert y.dtype == torch.int64
+    assert (x.shape, x.dtype, y.dtype) == ((200, 3, 4, 4), torch.float32, torch.int64)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (d.mean, d.std))
     torch.testing.assert_close(x, (d.x[y].float() - mean) / std, rtol=1e-5, atol=1e-5)
     assert len(set(y.tolist())) > 40  # with replacement, but everything comes
@@ -72,13 +70,13 @@ def test_pool_by_hand():
     d = datasets.Images(x, torch.zeros(1).long(), 10, [0.0], [1.0])
     # means of the 2x2 blocks: (255+1+4+5)/4 = 66.25, 4.5 (to even), 10.5 (to even), 12.5 (to even)
     assert d.pool(2).x.flatten().tolist() == [66, 4, 10, 12]
-    assert d.pool(1).x.item() == round((255 + sum(range(1, 16))) / 16)
     assert d.pool(2).x.dtype == torch.uint8
     assert torch.equal(d.pool(4).x, x)
-    # 4 -> 3: windows of adaptive pooling are [0, 2), [1, 3), [2, 4)
-    rows = [(0, 2), (1, 3), (2, 4)]
+    rows = [(0, 2), (1, 3), (2, 4)]  # windows of adaptive pooling from 4 to 3
     by_hand = [[x[0, 0, a:b, c:e].float().mean().round().item() for c, e in rows] for a, b in rows]
     assert d.pool(3).x[0, 0].tolist() == by_hand
+    with refused("cannot pool (1, 4, 4) images to size=5: use 1 to 4"):
+        d.pool(5)
 
 
 def test_embedded_fashion(monkeypatch, tmp_path):
@@ -168,12 +166,21 @@ def test_text_as_bytes(tmp_path):
     content = "Größe, 大きさ. ".encode() * 20
     path = put(tmp_path / "a.txt", content)
     d = datasets.load(f"text:{path}", seq_len=16)
-    assert d.classes == 256
+    assert (d.classes, len(d)) == (256, len(content) - 16)
     tokens, targets, mask = d.batch([seed(k) for k in range(3)], 4)
     assert tokens.shape == (3, 4, 16)
     assert mask.all()
     for a, b in zip(tokens.view(-1, 16), targets.view(-1, 16), strict=True):
         assert bytes([*a.tolist(), b[-1].item()]) in content
+
+
+def test_pixels():
+    tokens, targets, mask = datasets.load("pixels").batch(seed(), 50)
+    assert tokens.shape == targets.shape == (50, 64)
+    assert (tokens[:, 0] == 16).all()
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert mask.all()
+    assert targets.max() == 15
 
 
 # The teacher
@@ -249,10 +256,9 @@ def test_names_splits_and_folders(tmp_path, monkeypatch):
 
 
 def test_teachers_of_other_sizes():
-    """By name; each has weights of its own, and the plain one is as before."""
+    """By name; each has weights of its own."""
     for name, sizes in datasets.TEACHERS.items():
         teacher = datasets.load(f"teacher{name}")
         assert (teacher.shape, teacher.classes) == ((sizes["dim"],), sizes["classes"])
         assert floor(teacher, 2000) < 0.9 * math.log(sizes["classes"])  # there is much to learn
     assert len({sizes["seed"] for sizes in datasets.TEACHERS.values()}) == 9
-    assert datasets.load("teacher").dim == 64
