@@ -129,7 +129,7 @@ class Task:
             elif std is None:  # a norm
                 p += w.name.endswith("weight")
             params[w.name] = p
-        for net in range(particles if unchanged else 0):
+        for net in range(particles if unchanged else 0):  # norms and bare parameters: as built
             seed = torch.randint(2**62, (), generator=generator, device=generator.device)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.default_generator.manual_seed(int(seed))
@@ -209,9 +209,9 @@ class Own(NamedTuple):
 def _own_data(own: Own, device: str):
     """The data set of a registered kind, checked once and cached."""
     data = own.data(device)
-    missing = [x for x in ("batch", "shape", "classes") if not hasattr(data, x)]
-    if missing:
-        raise ValueError(f"the data set has no {missing[0]!r}: see the top of tasks.py.")
+    for name in ("batch", "shape", "classes"):
+        if not hasattr(data, name):
+            raise ValueError(f"the data set has no {name!r}: see the top of tasks.py.")
     shapes = [tuple(x.shape) for x in data.batch([torch.Generator()] * 3, 2)]
     expected = (3, 2, *data.shape)
     if shapes[0] != expected or any(shape[:2] != (3, 2) for shape in shapes):

@@ -230,7 +230,8 @@ def load(
     if kind.startswith("teacher"):
         return Teacher(**TEACHERS[kind.removeprefix("teacher")], device=device)
     if kind == "text":
-        text = files.read_text(Path(path) if Path(path).is_file() else root / path)
+        file = Path(path) if Path(path).is_file() else root / path
+        text = np.fromfile(*files.find("text", file.parent, [file.name]), np.uint8)
         return Tokens(torch.from_numpy(_part(text, split, 0.1)), 256, seq_len, device)
     if kind == "lm1b":
         rows, classes = files.read_lm1b(root / kind, test, seq_len)

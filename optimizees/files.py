@@ -55,7 +55,7 @@ def data_dir_or_default(data_dir: str | os.PathLike | None) -> Path:
     return Path(data_dir or os.environ.get("MULO_DATA") or "data").expanduser()
 
 
-def _find(name: str, folder: Path, files: list[str]) -> list[Path]:
+def find(name: str, folder: Path, files: list[str]) -> list[Path]:
     """Paths of these files of the data set `name`; all must exist."""
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
@@ -83,7 +83,7 @@ def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
     """From IDX files: a header of 4 bytes, 4 bytes for each axis, then the array."""
     part = "t10k" if test else "train"
     files = [f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz"]
-    x, y = map(_read, _find(name, folder, files))
+    x, y = map(_read, find(name, folder, files))
     x = np.frombuffer(x, np.uint8, offset=16).reshape(-1, 1, 28, 28)
     return x, np.frombuffer(y, np.uint8, offset=8).astype(np.int64)
 
@@ -91,7 +91,7 @@ def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
 def read_cifar10(folder: Path, test: bool, parts: int) -> Arrays:
     """From the test file, or the first `parts` training files: a label, 1024 bytes R, G and B."""
     files = ["test_batch.bin"] if test else [f"data_batch_{k + 1}.bin" for k in range(parts)]
-    paths = _find("cifar10", folder / "cifar-10-batches-bin", files)
+    paths = find("cifar10", folder / "cifar-10-batches-bin", files)
     records = np.concatenate([np.frombuffer(_read(path), np.uint8) for path in paths])
     records = records.reshape(-1, 3073)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64)
@@ -115,7 +115,7 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
     x_path, y_path = folder / f"{split}_x.uint8", folder / f"{split}_y.npy"
     if not (x_path.is_file() and y_path.is_file()):
         files = [f"train_data_batch_{k}.npz" for k in range(1, 11)]
-        paths, labels = _find(name, folder, ["val_data.npz"] if test else files), []
+        paths, labels = find(name, folder, ["val_data.npz"] if test else files), []
 
         def write_images(file) -> None:  # with one .npz in memory at a time
             for path in tqdm(paths, f"converting {name}"):
@@ -131,11 +131,6 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
     return x.reshape(-1, 3, side, side), y
 
 
-def read_text(path: Path) -> np.ndarray:
-    """The bytes of a file, (T,) uint8."""
-    return np.fromfile(*_find("text", path.parent, [path.name]), np.uint8)
-
-
 def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     """Sentences as rows of seq_len + 1 ids, cropped or padded with -1; and the vocabulary size.
 
@@ -145,7 +140,7 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     part, files = "training", [f"news.en-{k:05}-of-00100" for k in range(1, 100)]
     if test:
         part, files = "heldout", [f"news.en.heldout-{k:05}-of-00050" for k in range(50)]
-    paths = _find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files)
+    paths = find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files)
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:
         fix = "put one sentencepiece model of 32,000 pieces there"
