@@ -1,23 +1,18 @@
-"""Measure speed and memory of the step, side by side in one run, into a section of BENCHMARKS.md.
+"""Measure speed and memory of the step. Prints a section of BENCHMARKS.md for each command.
 
-    export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967295 KINETO_LOG_LEVEL=99
     python bench.py all                 # everything below, in about twenty minutes
     python bench.py step                # the optimizer step: kernel, folded, literal, and AdamW
     python bench.py many                # models of many tensors: a ViT and a ResNet
     python bench.py metatrain           # an outer step of meta-training: kernel and folded
     python bench.py export              # the step in onnxruntime and in eager PyTorch
-    python bench.py step --repeats 50   # less noise
 
-The first two variables make glibc keep freed memory; it reads them when the process starts. Without
-them temporaries of a megabyte are mapped and cleared again at every step. The third silences
-torch's profiler. PyLO's optimizer takes part if it is installed.
+PyLO's optimizer takes part if it is installed. KINETO_LOG_LEVEL=99 silences torch's profiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -31,82 +26,44 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch import nn
 
 import mulo
-from mulo import kernels, metatrain, recipes, tasks
-from mulo.checkpoints import write_atomically
+from mulo import kernels, metatrain, recipes, tasks, training
+from mulo.evaluate import one_sentence, positive
 
-PAGE = Path(__file__).with_name("BENCHMARKS.md")
 Shapes = list[tuple[int, ...]]
 Runs = dict[str, Callable[[], object]]
-HEAD = """\
-# Benchmarks
-
-Each section is written by the command in its title.
-
-Contestants take turns in one process. The time of each is its minimum over the rounds: CPU time on
-one thread, wall time for threads and for the first step. Times are in ns per parameter; compilation
-is excluded, except in the first step. Extra memory is the peak of tensors during a step above what
-was allocated before it, in bytes per parameter; the C++ kernel's own buffers are not counted.
-Compare ratios: the machine is shared.
-
-"""
-
-
-@dataclasses.dataclass
-class Table:
-    title: str
-    head: list[str]
-    rows: dict[str, list[float | str]]
-
-    def text(self) -> str:
-        def cell(x: float | str) -> str:
-            if isinstance(x, str):
-                return x
-            return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" if x >= 0.01 else "< 0.01"
-
-        lines = [f"**{self.title}**", "", f"| | {' | '.join(self.head)} |"]
-        lines.append("|---|" + "---:|" * len(self.head))
-        lines += [f"| {name} | {' | '.join(map(cell, row))} |" for name, row in self.rows.items()]
-        return "\n".join([*lines, ""])
-
-
-# ---------------------------------------------------------------- measuring
+Cases = dict[str, tuple[Shapes, mulo.LOConfig]]
+Rows = dict[str, dict[str, float]]  # of a table: {name: {column: value}}
 
 
 def race(runs: Runs, repeats: int, device: str = "cpu", wall: bool = False) -> dict[str, float]:
-    """The minimum seconds of each contestant, taking turns: CPU time, or wall time on a GPU."""
+    """The minimum seconds of each contestant: CPU time, or wall time on a GPU."""
     wait = (lambda: None) if device == "cpu" else torch.cuda.synchronize
     clock = time.perf_counter if wall or device != "cpu" else time.process_time
-    best = dict.fromkeys(runs, math.inf)
-    for round_ in range(repeats + 2):  # two rounds to warm up
+    times = {name: [] for name in runs}
+    for _ in range(repeats + 2):
         for name, run in runs.items():
             wait()
             start = clock()
             run()
             wait()
-            if round_ >= 2:
-                best[name] = min(best[name], clock() - start)
-    return best
+            times[name].append(clock() - start)
+    return {name: min(seconds[2:]) for name, seconds in times.items()}  # two rounds to warm up
 
 
 def extra_bytes(run: Callable[[], object]) -> int:
     """Peak of tensor memory during run() above what was allocated before it."""
     run()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         run()
     memory = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(memory, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+    sizes = [e.nbytes() for e in sorted(memory, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(sizes, initial=0))
 
 
-def machine(device: str = "cpu") -> str:
+def machine(device: str) -> str:
     path = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", path.read_text() if path.exists() else "")
     parts = [] if device == "cpu" else [torch.cuda.get_device_name()]
@@ -116,22 +73,22 @@ def machine(device: str = "cpu") -> str:
     return ", ".join(parts)
 
 
-def keep(command: str, tables: list[Table], device: str = "cpu", page: Path = PAGE) -> None:
-    """Write a section of the page; replaces that of the same command."""
-    flag = "" if device == "cpu" else f" --device {device}"
-    title = f"## python bench.py {command}{flag}\n"
-    text = page.read_text() if page.exists() else ""
-    sections = {x[: x.index("\n") + 1]: x for x in re.split(r"^(?=## )", text, flags=re.M)[1:]}
-    body = "\n".join([title, f"{machine(device)}.\n", *map(Table.text, tables)])
-    sections[title] = body.rstrip("\n") + "\n\n"
-    write_atomically(page, (HEAD + "".join(sections.values())).rstrip("\n") + "\n")
+def table(title: str, rows: Rows) -> str:
+    """A Markdown table. The first row has all columns; the others may lack some."""
+
+    def cell(x: float) -> str:
+        return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" if x >= 0.01 else "< 0.01"
+
+    columns = list(next(iter(rows.values())))
+    lines = [f"**{title}**", "", f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    for name, row in rows.items():
+        cells = [cell(row[column]) if column in row else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
-# ---------------------------------------------------------------- the step
-
-
-def parameters_of(shapes: Shapes, device: str = "cpu") -> list[nn.Parameter]:
-    params = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
+def parameters_of(shapes: Shapes, device: str = "cpu") -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
     for p in params:
         p.grad = 0.001 * torch.randn_like(p)
     return params
@@ -139,14 +96,12 @@ def parameters_of(shapes: Shapes, device: str = "cpu") -> list[nn.Parameter]:
 
 def our_step(shapes: Shapes, config: mulo.LOConfig, backend: str, device: str = "cpu") -> Callable:
     """The step of a learned optimizer with random weights, on new parameters."""
-    net = mulo.VeLO if config.net == "velo" else mulo.SmallFC
-    lo = net(config, torch.Generator().manual_seed(0)).to(device)
+    lo = mulo.NETS[config.net](config, torch.Generator().manual_seed(0)).to(device)
     opt = mulo.MuLO(parameters_of(shapes, device), lo, num_steps=1000, backend=backend)
     return functools.partial(opt.step, loss=torch.ones((), device=device))
 
 
-def contestants_for(shapes: Shapes, config: mulo.LOConfig, device: str = "cpu") -> Runs:
-    """Steps by name: ours, AdamW's, and PyLO's if it is installed."""
+def contestants(shapes: Shapes, config: mulo.LOConfig, device: str) -> Runs:
     small = sum(map(math.prod, shapes)) <= 2**20  # on larger models the literal step takes seconds
     backends = ("kernel", "folded", "literal") if small else ("kernel", "folded")
     steps = {backend: our_step(shapes, config, backend, device) for backend in backends}
@@ -160,58 +115,48 @@ def contestants_for(shapes: Shapes, config: mulo.LOConfig, device: str = "cpu") 
     return steps
 
 
-def compare(
-    cases: dict[str, tuple[Shapes, mulo.LOConfig]], repeats: int, device: str
-) -> list[Table]:
-    """Races of optimizers: a table of times, and on the CPU one of extra memory."""
+def compare(cases: Cases, repeats: int, device: str) -> dict[str, Rows]:
+    """Race optimizers. Returns tables by title: times, and on the CPU extra memory."""
     times, memory = {}, {}
     for name, (shapes, config) in cases.items():
-        n, runs = sum(map(math.prod, shapes)), contestants_for(shapes, config, device)
+        n, runs = sum(map(math.prod, shapes)), contestants(shapes, config, device)
         name = f"{name}: {n:,} in {len(shapes)}"
         best = race(runs, repeats, device)
-        times[name] = {k: took * 1e9 / n for k, took in best.items()}
+        times[name] = {k: seconds * 1e9 / n for k, seconds in best.items()}
         times[name]["kernel / AdamW foreach"] = best["kernel"] / best["AdamW foreach"]
         if device == "cpu":
             memory[name] = {k: extra_bytes(run) / n for k, run in runs.items()}
-    tables = []
-    for title, rows in (("ns/param", times), ("extra bytes/param", memory)):
-        head = sorted({k for row in rows.values() for k in row}, key=COLUMNS.index)
-        table = {name: [row.get(k, "") for k in head] for name, row in rows.items()}
-        tables += [Table(f"A step, {title} (parameters in tensors)", head, table)] if rows else []
+    units = {"ns/param": times, "extra bytes/param": memory}
+    return {f"A step, {x} (parameters in tensors)": rows for x, rows in units.items() if rows}
+
+
+def bench_step(repeats: int, device: str) -> dict[str, Rows]:
+    mlp = [(1024, 3072), (1024,), (1024, 1024), (1024,), (1000, 1024), (1000,)]
+    fc = {h: mulo.LOConfig(hidden_size=h) for h in (4, 8, 32)}
+    cases = {f"1024x1024, H = {h}": ([(1024, 1024)], config) for h, config in fc.items()} | {
+        "a vector, H = 4": ([(1_000_000,)], fc[4]),
+        "matrices of 16x16, H = 4": ([(16, 16)] * 200, fc[4]),
+        "MLP 3072-1024-1024-1000, H = 32": (mlp, fc[32]),
+        "the same MLP, VeLO, H = 4": (mlp, mulo.LOConfig(net="velo", hidden_size=4)),
+    }
+    tables = compare(cases, repeats, device)
+    if device == "cpu":
+        tables["1024x1024, H = 32, threads"] = threads(repeats)
+        tables["The first step, with nothing compiled"] = first_step()
     return tables
 
 
-COLUMNS = ["kernel", "folded", "literal", "AdamW foreach", "AdamW fused", "PyLO naive"]
-COLUMNS += ["kernel / AdamW foreach"]
-
-
-def bench_step(repeats: int, device: str) -> list[Table]:
-    square, fc = [(1024, 1024)], {h: mulo.LOConfig(hidden_size=h) for h in (4, 8, 32)}
-    mlp = [(1024, 3072), (1024,), (1024, 1024), (1024,), (1000, 1024), (1000,)]
-    cases = {f"1024x1024, H = {h}": (square, config) for h, config in fc.items()}
-    cases["a vector, H = 4"] = [(1_000_000,)], fc[4]
-    cases["matrices of 16x16, H = 4"] = [(16, 16)] * 200, fc[4]
-    cases["MLP 3072-1024-1024-1000, H = 32"] = mlp, fc[32]
-    cases["the same MLP, VeLO, H = 4"] = mlp, mulo.LOConfig(net="velo", hidden_size=4)
-    tables = compare(cases, repeats, device)
-    return tables if device != "cpu" else [*tables, threads(repeats), first_step()]
-
-
-def threads(repeats: int) -> Table:
-    """Wall time of one and two threads."""
+def threads(repeats: int) -> Rows:
     step = our_step([(1024, 1024)], mulo.LOConfig(hidden_size=32), "kernel")
-
-    def step_with(count: int) -> None:
-        torch.set_num_threads(count)
-        step()
-
-    best = race({n: functools.partial(step_with, n) for n in (1, 2)}, repeats, wall=True)
+    runs = {n: lambda n=n: (torch.set_num_threads(n), step()) for n in (1, 2)}
+    best, rows = race(runs, repeats, wall=True), {}
     torch.set_num_threads(1)
-    rows = {f"{n} thread(s)": [took * 1e9 / 2**20, best[1] / took] for n, took in best.items()}
-    return Table("1024x1024, H = 32, threads", ["ns/param, wall", "x faster"], rows)
+    for n, s in best.items():
+        rows[f"{n} thread(s)"] = {"ns/param, wall": s * 1e9 / 2**20, "x faster": best[1] / s}
+    return rows
 
 
-def first_step() -> Table:
+def first_step() -> Rows:
     """Seconds of the first step with an empty cache, compiler and self-check included."""
     rows = {}
     for hidden in (4, 8, 32):
@@ -221,71 +166,65 @@ def first_step() -> Table:
         with tempfile.TemporaryDirectory() as x, mock.patch.dict(os.environ, XDG_CACHE_HOME=x):
             start = time.perf_counter()
             step()
-            rows[f"H = {hidden}"] = [time.perf_counter() - start]
-    return Table("The first step, with nothing compiled", ["s, wall"], rows)
+            rows[f"H = {hidden}"] = {"s, wall": time.perf_counter() - start}
+    return rows
 
 
-def bench_many(repeats: int, device: str) -> list[Table]:
-    config, cases = mulo.LOConfig(hidden_size=4), {}
+def bench_many(repeats: int, device: str) -> dict[str, Rows]:
+    cases = {}
     for name in ("vit_w192_d14", "resnet_w512"):
         shapes = [tuple(p.shape) for p in tasks.get(name).skeleton().parameters()]
-        cases[f"{name}, H = 4"] = shapes, config
+        cases[f"{name}, H = 4"] = shapes, mulo.LOConfig(hidden_size=4)
     return compare(cases, repeats, device)
 
 
-# ---------------------------------------------------------------- meta-training, export
-
-
-def bench_metatrain(repeats: int, device: str) -> list[Table]:
-    trainers = {}
+def bench_metatrain(repeats: int, device: str) -> dict[str, Rows]:
+    runs = {}
     for backend in ("kernel", "folded"):
         recipe = recipes.recipe("mulo_m", backend=backend)
-        trainers[backend] = metatrain.Trainer(recipe, recipes.new_lo(recipe))
-    best = race({name: t.advance for name, t in trainers.items()}, max(2, repeats // 5))
-    rows = {name: [1 / took, best["folded"] / took] for name, took in best.items()}
-    return [Table("mulo_m at desk scale, an outer step", ["outer steps/s", "x folded"], rows)]
+        runs[backend] = metatrain.Trainer(recipe, recipes.new_lo(recipe)).advance
+    best = race(runs, max(2, repeats // 5))
+    rows = {k: {"outer steps/s": 1 / s, "x folded": best["folded"] / s} for k, s in best.items()}
+    return {"mulo_m at desk scale, an outer step": rows}
 
 
-def bench_export(repeats: int, device: str) -> list[Table]:
+def bench_export(repeats: int, device: str) -> dict[str, Rows]:
     from mulo import export, serving  # here, because they need optional packages
 
-    nets, rows = {"mulo_m": mulo.load("mulo_m")}, {}
-    nets["small_fc32"] = mulo.SmallFC(mulo.LOConfig(hidden_size=32))
-    for (name, net), size in itertools.product(nets.items(), (1024, 1000)):
+    rows, fc32 = {}, mulo.SmallFC(mulo.LOConfig(hidden_size=32))
+    for name, net in (("mulo_m", mulo.load("mulo_m")), ("small_fc32", fc32)):
         with tempfile.TemporaryDirectory() as folder:
             exported = export.write(net, folder, name, ["onnx"])
-            group = {"params": parameters_of([(size, size)]), "scale": 1.0}
-            eager = mulo.MuLO([group], net, backend="folded").step
-            onnx = serving.OrtMuLO(parameters_of([(size, size)]), exported).step
-            best = race({"eager": eager, "onnx": onnx}, repeats)
-        ns = [took * 1e9 / size**2 for took in best.values()]
-        rows[f"{name}, {size}x{size}, H = {net.config.hidden_size}"] = [*ns, ns[1] / ns[0]]
-    return [Table("A step, ns/param", ["eager folded", "onnxruntime", "x eager"], rows)]
+            for n in (1024, 1000):
+                a, b = ([{"params": parameters_of([(n, n)]), "scale": 1.0}] for _ in range(2))
+                runs = {"eager folded": mulo.MuLO(a, net, backend="folded").step}
+                runs["onnxruntime"] = serving.OrtMuLO(b, exported).step
+                row = {k: seconds * 1e9 / n**2 for k, seconds in race(runs, repeats).items()}
+                row["x eager"] = row["onnxruntime"] / row["eager folded"]
+                rows[f"{name}, {n}x{n}, H = {net.config.hidden_size}"] = row
+    return {"A step, ns/param": rows}
 
 
 COMMANDS = dict(step=bench_step, many=bench_many, metatrain=bench_metatrain, export=bench_export)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure speed and memory, into BENCHMARKS.md.")
+    parser = argparse.ArgumentParser(description="Measure speed and memory of the step.")
     parser.add_argument("command", choices=[*COMMANDS, "all"], help="what to measure")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds (default: 15)")
+    parser.add_argument("--repeats", type=positive, default=15, help="rounds (default: 15)")
     parser.add_argument("--device", default="cpu", help="cpu (default), or cuda for step and many")
     args = parser.parse_args()
     if args.device != "cpu" and args.command not in ("step", "many"):
         parser.error(f"{args.command} is measured on the CPU only: drop --device.")
-    try:
-        args.device, _ = kernels.pick_device(args.device)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.repeats < 1:
-        parser.error("--repeats must be 1 or more.")
+    with one_sentence("bench.py"):
+        device, _ = kernels.pick_device(args.device)
     torch.set_num_threads(1)
+    training.keep_freed_memory()
     for name in COMMANDS if args.command == "all" else [args.command]:
         torch.manual_seed(0)
-        tables = COMMANDS[name](args.repeats, args.device)
-        print("\n".join([f"\n## {name}: {machine(args.device)}\n", *map(Table.text, tables)]))
-        keep(name, tables, args.device)
+        tables = [table(*x) for x in COMMANDS[name](args.repeats, device).items()]
+        title = f"## python bench.py {name}" + (f" --device {device}" if device != "cpu" else "")
+        print("\n".join([title, "", f"{machine(device)}.\n", *tables]))
 
 
 if __name__ == "__main__":

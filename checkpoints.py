@@ -62,17 +62,16 @@ def find(name: str | os.PathLike) -> Path:
     for path in (Path(str(name)), SHIPPED / f"{name}.pt"):
         if path.is_file():
             return path
-    shipped = ", ".join(sorted(f.stem for f in SHIPPED.glob("*.pt"))) or "none"
-    raise FileNotFoundError(
-        f"no learned optimizer {str(name)!r}: give a file's path or a shipped name ({shipped})."
-    )
+    shipped = ", ".join(sorted(f.stem for f in SHIPPED.glob("*.pt")))
+    fix = f"give a file's path or a shipped name ({shipped})"
+    raise FileNotFoundError(f"no learned optimizer {str(name)!r}: {fix}.")
 
 
 def load(name: str | os.PathLike, **changes) -> LO:
     """Load a learned optimizer from a path, or a shipped one by name, such as load("mulo_m").
 
-    An .npz file holds arrays for `from_reference`, such as those of VeLO-4000.
-    `changes` replace fields of its config, such as anneal=0.0.
+    An .npz file holds arrays for `from_reference`, such as those of VeLO-4000. `changes` replace
+    fields of the config, such as anneal=0.0.
     """
     path = find(name)
     if path.suffix == ".npz":
@@ -92,13 +91,12 @@ def load(name: str | os.PathLike, **changes) -> LO:
         lo = build(config, weights) if inputs == config.num_features else None
     except Exception as error:  # a file may hold anything
         reason = str(error).partition("\n")[0]  # torch adds a stack trace
-        fix = "get it again"
-        raise ValueError(f"{path} is damaged or of another release ({reason}): {fix}.") from None
+        problem = f"is damaged or of another release ({reason})"
+        raise ValueError(f"{path} {problem}: get it again.") from None
     if lo is None:
-        raise ValueError(
-            f"{path} was meta-trained with {inputs} features, this code has {config.num_features}: "
-            "meta-train again, or use the release that made it."
-        )
+        made = f"was meta-trained with {inputs} features, this code has {config.num_features}"
+        fix = "meta-train again, or use the release that made it"
+        raise ValueError(f"{path} {made}: {fix}.")
     lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
     return lo.with_config(**changes) if changes else lo
 
@@ -163,10 +161,9 @@ def from_reference(arrays: dict, **config) -> LO:
     """Import the arrays of a learned optimizer of google/learned_optimization, by their names.
 
     small_fc has w0, b0, ..., momentum_decays, rms_decays, adafactor_decays. VeLO has rnn/<layer>/w
-    and /b, ff/w0, ..., lstm_init_hidden, lstm_init_cell; its unused third output and unused layer
-    are dropped. The names of the released tree (rnn_params/..., ff_mod_stack/~/w0__0, ...) work
-    too. `config` gives lam1, lam2 and other fields of LOConfig, but not the sizes, which follow
-    from the arrays.
+    and /b, ff/w0, ..., lstm_init_hidden, lstm_init_cell, or the names of the released tree
+    (rnn_params/..., ff_mod_stack/~/w0__0, ...). `config` gives lam1, lam2 and other fields of
+    LOConfig, but not the sizes, which follow from the arrays.
     """
     a = {k: torch.as_tensor(x).float() for k, x in arrays.items() if not k.endswith("group_sizes")}
     for theirs, ours in HAIKU.items():
@@ -184,7 +181,7 @@ def from_reference(arrays: dict, **config) -> LO:
     try:
         phi = {f"bank_{n}{k}": a[f"ff/{n}{k}"] for k in range(layers) for n in "wb"}
         for name in (f"bank_w{layers - 1}", f"bank_b{layers - 1}"):
-            phi[name] = phi[name][..., :2]
+            phi[name] = phi[name][..., :2]  # the third output is unused
         for theirs, ours in VELO_NAMES.items():
             phi |= {f"{ours}_{n}": a[f"rnn/{theirs}/{n}"] for n in "wb"}
         phi |= {"hidden0": a["lstm_init_hidden"], "cell0": a["lstm_init_cell"]}

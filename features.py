@@ -127,12 +127,12 @@ def factored_dims(shape: tuple[int, ...], out_axis: int = 0) -> Dims:
     return order[-2] - n, order[-1] - n
 
 
-_shards = None  # of the tensor that is stepped now; None: it is whole
+_shards = None  # how the tensor being stepped is sharded; None: it is whole
 
 
 @contextlib.contextmanager
 def over_shards(means):
-    """Within, means are over all shards of a tensor: kernels/sharded.py says how."""
+    """Inside, the means below are over all shards of a tensor. `means`: kernels.sharded.Means."""
     global _shards
     before, _shards = _shards, means
     try:
@@ -142,18 +142,17 @@ def over_shards(means):
 
 
 def sharded_axis() -> int | None:
-    return None if _shards is None else _shards.axis
+    return _shards.axis if _shards else None
 
 
 def mean_along(x: Tensor, axis: int) -> Tensor:
     """Mean along an axis of the tensor, counted from the end; it stays, with size 1."""
-    sharded = _shards is not None and _shards.axis == axis
-    return _shards.mean(x, axis) if sharded else x.mean(axis, True)
+    return _shards.mean(x, axis) if sharded_axis() == axis else x.mean(axis, True)
 
 
 def mean_all(x: Tensor, axis: int = -1) -> Tensor:
-    """Mean along an axis that all entries of a tensor are flattened to."""
-    return x.mean(axis) if _shards is None else _shards.mean(x, axis).squeeze(axis)
+    """Mean over all entries of a tensor, which are flattened to this axis of x."""
+    return _shards.mean(x, axis).squeeze(axis) if _shards else x.mean(axis)
 
 
 def mean_over(x: Tensor, keep: int) -> Tensor:

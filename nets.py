@@ -6,9 +6,8 @@
 Paper: appendix A.1. `SmallFC` is one MLP for all parameters. `VeLO` is an LSTM that sees each
 tensor once per step and generates that tensor's MLP (`generate`).
 
-Weights phi are dicts of tensors. Their leading axis is P nets (the particles of meta-training),
-1 if all share them; generated weights are (P, T, ...), one MLP for each of the T tensors of a net.
-The paper's T, the length of a run, is `num_steps` here.
+Weights phi are dicts of tensors (P, ...), or (1, ...) if all of P nets share them. Nets are the
+particles of meta-training. Generated weights are (P, T, ...): one MLP for each tensor of a net.
 """
 
 from __future__ import annotations

@@ -9,34 +9,29 @@
     params = task.init(16, generator)        # 16 nets in one dict of tensors (16, ...)
     losses = task.losses(params, batch)      # (16,), one autograd graph, no loop
 
-Paper: the tables "Meta-testing settings" and of the ResNets. A name is kind, width and depth; any
-width and depth work. A resnet always has 18 layers, so its name has no depth. A suffix such as
-_b16 sets the batch size. The paper's kinds are in32_mlp, in64_mlp, c10_mlp, vit, resnet (ImageNet
-at 32x32) and lm (LM1B). Ours are the same models and a small conv net on data that needs no
-download (fashion, pixels, teacher), on CIFAR-10 (c10s at 16x16 and c10b, on 10,000 images of it)
-and on any text (text_lm). A task's parametrization is in `rules`: μP, SP or anything between.
+A name is kind, width and depth; any width and depth work (but a resnet always has 18 layers). The
+suffix _b16 sets the batch size to 16. The paper's kinds are in32_mlp, in64_mlp, c10_mlp, vit,
+resnet (ImageNet at 32x32) and lm (LM1B). Ours are the same models and a small conv net on data that
+needs no download (fashion, pixels, teacher), on CIFAR-10 (c10s: 16x16; c10b: 10,000 images) and on
+any text (text_lm). A task's parametrization is in `rules`: μP, SP or anything between.
 
-Register a kind of your own in a script that then calls metatrain.main() or evaluate.main();
-examples/own_task.py is one:
+To add a kind of your own, call `register` at the top level of a script, because worker processes
+import it, and then metatrain.main() or evaluate.main(), as examples/own_task.py does:
 
     tasks.register("sines", build, Sines, loss, loss_bound=0.75)
 
-- build(width, depth) makes the model, without buffers. Its roles are inferred and its initial
-  weights drawn by role.
-- data(device) makes a data set, an object with
-  batch(generators, size)  a tuple of tensors on the device, (len(generators), size, ...) each, the
-                           inputs first. Draw row k from generators[k] alone, on the CPU: then a
-                           seed gives the same batches on every device.
-  shape                    shape of one input
-  classes                  number of classes; None if targets are not classes
-- loss(output, *targets) is the loss of one net, a scalar of 0 or more: the mean over the batch. By
-  default it is the cross-entropy. torch.vmap computes it for many nets at once, so neither it nor
-  the model may branch on the values of tensors.
-- loss_bound: PES clips losses at this value; a diverged net counts as this much. About 1.5 times
-  the loss of guessing; by default 1.5 log(classes).
+- build(width, depth) makes the model, without buffers. Its roles are inferred. Layers and
+  embeddings are initialized by role; other parameters keep the values that build gives them.
+- data(device) makes a data set, an object with `shape` (of one input), `classes` (None if targets
+  are not classes) and batch(generators, size), a tuple of inputs and targets on the device,
+  (len(generators), size, ...) each. Draw row k from generators[k] alone, on the CPU: then a seed
+  gives the same batches on every device.
+- loss(output, *targets) is the mean loss of one net over a batch, a scalar of 0 or more; by default
+  the cross-entropy. torch.vmap runs it and the model, so they may not branch on values of tensors.
+- loss_bound: PES clips losses at this value, and a diverged net counts as this much. By default 1.5
+  log(classes), 1.5 times the loss of guessing.
 
-Register at the top level of the script, not under `if __name__ == "__main__"`: worker processes
-import the script. evaluate.py's saved losses are keyed by a hash of the script.
+evaluate.py's saved losses are keyed by a hash of the script (in a notebook, by the name alone).
 """
 
 from __future__ import annotations
@@ -68,10 +63,7 @@ Params = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model, its parametrization and its data. `get` makes a task from its name.
-
-    KINDS has one of each kind, without a name, width and depth.
-    """
+    """A model, its parametrization and its data. `get` makes one from a name and KINDS."""
 
     family: str  # "mlp", "vit", "lm", "resnet", "conv" or "own"
     dataset: str  # a name for datasets.load
@@ -94,20 +86,19 @@ class Task:
 
     def build(self, width: int | None = None) -> nn.Module:
         """The model without multipliers, at any width: to infer roles. To train, use `model`."""
-        width = width or self.width
+        size = width or self.width, self.depth
         if self.own:
-            return self.own.build(width, self.depth)
+            return self.own.build(*size)
         logit_power = -1.0 if "multiplier" in self.rules else -0.5
         if self.family == "mlp":
-            return MLP(math.prod(self.shape), self.classes, width, self.depth)
-        if self.family == "resnet":
-            return ResNet(self.shape[0], self.classes, width)
-        if self.family == "conv":
-            return ConvNet(self.shape[0], self.classes, width, self.depth)
-        transformer = (width, self.depth, self.heads)
+            return MLP(math.prod(self.shape), self.classes, *size)
         if self.family == "vit":
-            return ViT(self.shape, self.classes, *transformer, self.patch, logit_power)
-        return LM(self.classes, self.shape[0], *transformer, logit_power)
+            return ViT(self.shape, self.classes, *size, self.heads, self.patch, logit_power)
+        if self.family == "lm":
+            return LM(self.classes, self.shape[0], *size, self.heads, logit_power)
+        if self.family == "conv":
+            return ConvNet(self.shape[0], self.classes, *size)
+        return ResNet(self.shape[0], self.classes, size[0])
 
     def roles(self) -> dict[str, str]:
         return dict(_roles(self))
@@ -127,15 +118,24 @@ class Task:
 
         Like roles.init_, but under μP all biases are N(0, 1), as in the paper's code.
         """
-        roles, params = self.roles(), {}
-        for w in weights_of(self.skeleton()):
+        roles, params, unchanged = self.roles(), {}, []
+        for w in weights_of(_skeleton(self)):
             std = initial_std(w, roles[w.name], self.rules, zero_output)
             p = torch.zeros(particles, *w.param.shape, device=generator.device)
             if std:
                 p.normal_(0, std, generator=generator)
-            elif std is None and w.name.endswith("weight"):  # of a norm
-                p += 1
+            elif std is None and self.own:
+                unchanged.append(w.name)
+            elif std is None:  # a norm
+                p += w.name.endswith("weight")
             params[w.name] = p
+        for net in range(particles if unchanged else 0):  # norms and bare parameters: as built
+            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.default_generator.manual_seed(int(seed))
+                values = dict(self.build().named_parameters())
+                for name in unchanged:
+                    params[name][net].copy_(values[name])
         return params
 
     def model(self, generator: torch.Generator, zero_output: bool = True) -> nn.Module:
@@ -150,13 +150,7 @@ class Task:
         if self.own:
             return _own_data(self.own, str(device))
         side = self.shape[-1]  # size that images are pooled to, or sequence length
-        data = datasets.load(self.dataset, device=device, size=side, split=self.split, seq_len=side)
-        if (data.shape, data.classes) != (self.shape, self.classes):
-            raise ValueError(
-                f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
-                f"{self.dataset} has {data.shape} and {data.classes}: change one of the two."
-            )
-        return data
+        return datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The loss of one net on a batch: by default the cross-entropy.
@@ -174,19 +168,14 @@ class Task:
         """The loss of each of P nets, (P,), from parameters (P, ...) and a batch (P, b, ...).
 
         Nets do not interact: differentiate the sum. An MLP takes stacked parameters, which is
-        several times faster than a loop over nets. The other families use vmap, which on a CPU
-        takes about as long as a loop.
+        several times faster than a loop over nets; vmap, for the others, is as fast as a loop.
         """
-        model = _skeleton(self)
+        model = partial(functional_call, _skeleton(self))
         if self.family == "mlp":
             x, y = batch
-            logits = functional_call(model, params, (x,))  # (P, b, classes)
+            logits = model(params, (x,))  # (P, b, classes)
             return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
-
-        def loss(p: Params, b: tuple[Tensor, ...]) -> Tensor:  # of one net
-            return self.loss(partial(functional_call, model, p), b)
-
-        return torch.vmap(loss)(params, tuple(batch))
+        return torch.vmap(lambda p, *b: self.loss(partial(model, p), b))(params, *batch)
 
 
 @functools.cache
@@ -208,10 +197,10 @@ def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Ten
 
 
 class Own(NamedTuple):
-    """The parts of a registered kind, described at the top of this file."""
+    """A registered kind. The top of this file describes its parts."""
 
-    build: Callable[[int, int], nn.Module]  # of width and depth
-    data: Callable[[str], object]  # of the device
+    build: Callable[[int, int], nn.Module]
+    data: Callable[[str], object]
     loss: Callable[..., Tensor]
     digest: str  # hash of the file that registered it; "" in a notebook
 
@@ -220,16 +209,14 @@ class Own(NamedTuple):
 def _own_data(own: Own, device: str):
     """The data set of a registered kind, checked once and cached."""
     data = own.data(device)
-    missing = [x for x in ("batch", "shape", "classes") if not hasattr(data, x)]
-    if missing:
-        raise ValueError(f"the data set has no {missing[0]!r}: see the top of tasks.py.")
-    batch, expected = data.batch([torch.Generator()] * 3, 2), (3, 2, *data.shape)
-    shapes = [tuple(x.shape) for x in batch]
+    for name in ("batch", "shape", "classes"):
+        if not hasattr(data, name):
+            raise ValueError(f"the data set has no {name!r}: see the top of tasks.py.")
+    shapes = [tuple(x.shape) for x in data.batch([torch.Generator()] * 3, 2)]
+    expected = (3, 2, *data.shape)
     if shapes[0] != expected or any(shape[:2] != (3, 2) for shape in shapes):
-        raise ValueError(
-            f"batch(3 generators, 2) gives {shapes}: make the inputs {expected}, then the targets "
-            "(3, 2, ...)."
-        )
+        fix = f"make the inputs {expected}, then the targets (3, 2, ...)"
+        raise ValueError(f"batch(3 generators, 2) gives {shapes}: {fix}.")
     return data
 
 
@@ -278,12 +265,6 @@ DESK = [f"{kind}_mlp_w{w}_d3" for kind in ("fashion", "fashion8", "teacher") for
 DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64", "fashion_conv_w32_d3"]
 
 
-def default_heads(width: int) -> int:
-    """The paper's heads at its widths; else the fewest of size at most 64 that divide the width."""
-    fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
-    return HEADS.get(width) or next(fitting, 1)
-
-
 def register(
     name: str,
     build: Callable[[int, int], nn.Module],
@@ -298,8 +279,8 @@ def register(
         raise ValueError(f"{name!r} cannot be registered: use an identifier other than {taken}.")
     if loss_bound is not None and not 0 < loss_bound < math.inf:
         raise ValueError(f"loss_bound must be a number above 0, not {loss_bound!r}.")
-    file = inspect.currentframe().f_back.f_globals.get("__file__")  # of the caller
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    file = Path(inspect.currentframe().f_back.f_globals.get("__file__", ""))  # of the caller
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
     own = Own(build, data, loss or _cross_entropy, digest)
     KINDS[name] = Task("own", "own", (), None, batch_size, loss_bound=loss_bound, own=own)
 
@@ -307,39 +288,34 @@ def register(
 def get(name: str, **changes) -> Task:
     """The task of this name, such as in32_mlp_w128_d3 or resnet_w128, with some fields changed.
 
-    get(name, rules=()) is in SP. get("text_lm_w64_d3", dataset="text:book.txt") trains on the bytes
-    of a UTF-8 file.
+    get(name, rules=()) is in SP; get("text_lm_w64_d3", dataset="text:book.txt") is of a text.
     """
     match = re.fullmatch(r"(.+?)_w(\d+)(?:_d(\d+))?(?:_b(\d+))?", name)
     if not match:
         example = "a name is kind, width and depth, such as fashion8_mlp_w64_d3"
         raise ValueError(f"unknown task {name!r}: {example}; `python tasks.py` lists them.")
-    kind_name = match[1]
-    if kind_name not in KINDS:
-        raise ValueError(f"unknown kind {kind_name!r}: use one of {', '.join(KINDS)}.")
-    kind, width, depth = KINDS[kind_name], int(match[2]), int(match[3] or 18)
+    if match[1] not in KINDS:
+        raise ValueError(f"unknown kind {match[1]!r}: use one of {', '.join(KINDS)}.")
+    kind, width, depth = KINDS[match[1]], int(match[2]), int(match[3] or 18)
     resnet = kind.family == "resnet"
     if not match[3] and not resnet:
         raise ValueError(f"{name!r} has no depth: use {name}_d3.")
-    name = f"{kind_name}_w{width}" + ("" if resnet else f"_d{depth}")
+    name = f"{match[1]}_w{width}" + ("" if resnet else f"_d{depth}")
     if match[4]:
         name, changes = f"{name}_b{match[4]}", {"batch_size": int(match[4])} | changes
     fields = {"name": name, "width": width, "depth": depth}
     if kind.own:
         data = _own_data(kind.own, "cpu")
         fields |= {"shape": tuple(data.shape), "classes": data.classes}
-    if kind.family in ("vit", "lm"):
-        fields["heads"] = default_heads(width)
-    return _checked(dataclasses.replace(kind, **(fields | DEEP.get(name, {}) | changes)))
-
-
-def _checked(task: Task) -> Task:
-    """The task with its loss bound; raise if its sizes or split are invalid."""
-    if task.family == "resnet" and (task.width % 32 or task.depth != 18):
-        raise ValueError(f"{task.name}: a resnet's width is a multiple of 32, its depth 18.")
+    if kind.family in ("vit", "lm"):  # not one of the paper's: the fewest heads of size 64 or less
+        fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
+        fields["heads"] = HEADS.get(width) or next(fitting, 1)
+    task = dataclasses.replace(kind, **(fields | DEEP.get(name, {}) | changes))
+    if resnet and (task.width % 32 or task.depth != 18):
+        raise ValueError(f"{name}: a resnet's width is a multiple of 32, its depth 18.")
     width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1
     if task.width < width or task.depth < depth or task.batch_size < 1:
-        raise ValueError(f"{task.name} is too small: use w{width}_d{depth} or more, b1 or more.")
+        raise ValueError(f"{name} is too small: use w{width}_d{depth} or more, b1 or more.")
     if task.own and task.split != "all":
         raise ValueError(f"{task.kind} is registered, so it has no test data: drop --test.")
     if not (task.loss_bound or task.classes):
@@ -351,20 +327,17 @@ def _checked(task: Task) -> Task:
 def _list() -> None:
     for title, names in (("Desk tasks, on embedded data", DESK), ("The paper's tasks", PAPER)):
         print(f"{title}\n{'name':24}{'data':13}{'parameters':>13}{'batch':>7}{'heads':>7}")
-        for name in names:
-            task = get(name)
+        for task in map(get, names):
             size = sum(p.numel() for p in task.skeleton().parameters())
-            print(f"{name:24}{task.dataset:13}{size:13,}{task.batch_size:7}{task.heads or '':>7}")
+            print(f"{task.name:24}{task.dataset:13}{size:13,}{task.batch_size:7}{task.heads:7}")
         print()
     print(f"Any width and depth of these kinds: {', '.join(KINDS)}")
 
 
-def _show(name: str) -> None:
-    task, roles = get(name), get(name).roles()
+def _show(task: Task) -> None:
     print(f"{task}\n\n{'parameter':32}{'shape':>20}  role     fan_in")
     for w in weights_of(task.skeleton()):
-        print(f"{w.name:32}{tuple(w.param.shape)!s:>20}  {roles[w.name]:8} {w.fan_in}")
-    print(f"{sum(p.numel() for p in task.skeleton().parameters()):,} parameters")
+        print(f"{w.name:32}{tuple(w.param.shape)!s:>20}  {task.roles()[w.name]:8} {w.fan_in}")
 
 
 def main() -> None:
@@ -379,7 +352,7 @@ def main() -> None:
             case ["download", name]:
                 files.download(name, args.data_dir)
             case [name] if name != "download":
-                _show(name)
+                _show(get(name))
             case _:
                 parser.error("give a task's name, or: download DATASET")
     except (ValueError, OSError) as error:

@@ -32,7 +32,8 @@ def parser(description: str, **defaults) -> argparse.ArgumentParser:
     add("--optimizer", "optimizer to train with", choices=["mulo", "adamw"], default="mulo")
     add("--lo", "the learned optimizer, a shipped name or a file", default="mulo_m")
     p.add_argument("--lr", type=float, help="learning rate (default: 1 for a μLO, 0.001 for AdamW)")
-    add("--schedule", "learning rate", choices=["cosine", "constant"], default="cosine")
+    schedule = "schedule of the learning rate; at a constant one, a μLO anneals its own updates"
+    add("--schedule", schedule, choices=["cosine", "constant"], default="cosine")
     add("--width", "width of the model", type=int)
     add("--batch", "examples per step and process", type=int)
     add("--steps", "length of the run", type=int)
@@ -51,8 +52,7 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     if args.optimizer == "adamw":
         model = build(args.width).to(args.device)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3 if args.lr is None else args.lr)
-    changes = {} if args.schedule == "constant" else {"anneal": 0.0}  # μLO: the schedule anneals
-    lo = mulo.load(args.lo, **changes)
+    lo = mulo.load(args.lo)
     sp = {"rules": ()} if lo.mup is False else {}  # μLO: for those meta-trained without μP
     roles = mulo.infer_roles(build, args.width)  # μLO: which parameters are input, hidden, output
     model = mulo.init_(build(args.width).to(args.device), roles, **sp)  # μLO: weights by role
@@ -61,12 +61,10 @@ def make(build: Callable[[int], nn.Module], args) -> tuple[nn.Module, torch.opti
     return model, mulo.MuLO(groups, lo, lr, num_steps=args.steps)  # μLO: VeLO needs num_steps
 
 
-def factor(step: int, args) -> float:
-    """The factor on the learning rate: a short warm-up, then a cosine to a tenth, or 1."""
-    warmup = min(1.0, (step + 1) / max(1, args.steps // 50))
-    if args.schedule == "constant":
-        return warmup
-    return warmup * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
+def factor(step: int, steps: int) -> float:
+    """The factor on the learning rate: a short warm-up, then a cosine to a tenth."""
+    warmup = min(1.0, (step + 1) / max(1, steps // 50))
+    return warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def save(path: Path, content: dict) -> None:
@@ -89,9 +87,11 @@ def run(
             torch.cuda.set_device(args.device)
         dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     model, opt = make(build, args)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: factor(step, args))
     losses, path = [], args.out and args.out / "checkpoint.pt"
-    parts = {"model": model, "optimizer": opt, "scheduler": scheduler}
+    parts, scheduler = {"model": model, "optimizer": opt}, None
+    if args.schedule == "cosine":  # μLO: a scheduler disables the built-in annealing
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: factor(step, args.steps))
+        parts["scheduler"] = scheduler
     if path and path.exists():
         saved = torch.load(path, map_location=args.device, weights_only=True)
         for name, part in parts.items():
@@ -113,7 +113,8 @@ def run(
             loss /= world
         opt.step(**({"loss": loss} if args.optimizer == "mulo" else {}))  # μLO: VeLO needs it
         opt.zero_grad()
-        scheduler.step()
+        if scheduler:
+            scheduler.step()
         losses.append(loss.item())
         if rank == 0 and step % max(1, args.steps // 20) == 0:
             speed = (step + 1 - start) / (time.monotonic() - clock)

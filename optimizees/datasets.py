@@ -4,10 +4,9 @@
     x, y = images.batch(torch.Generator().manual_seed(0), 64)  # (64, 1, 14, 14) float32, (64,)
     x, y = images.batch([generator1, generator2], 64)          # (2, 64, ...), one from each
 
-A data set is one tensor on the device. A batch gathers rows at indices drawn uniformly, with
-replacement, from the given generator: the same seed gives the same batches. Every data set has
-`classes`, `shape` (of one input) and `batch`. The paper uses imagenet32, imagenet64, cifar10 and
-lm1b; the others are ours. `files.py` reads the files.
+A data set is one tensor on the device, with `classes`, `shape` (of one input) and `batch`. A batch
+is drawn uniformly, with replacement, by the given generator: the same seed gives the same batches.
+The paper uses imagenet32, imagenet64, cifar10 and lm1b; the others are ours.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from mulo.optimizees import files
 
 EMBEDDED = Path(__file__).parents[1] / "data" / "fashion10k"
 
-# Classes, and mean and std of the pixels (0..255) per channel. Fashion-MNIST's are measured on its
-# 60,000 training images, CIFAR-10's are the usual ones, ImageNet's those of full resolution.
+# Classes, and mean and std of the pixels (0..255) per channel. ImageNet's are of full resolution.
 FASHION = 10, (72.9404,), (90.0212,)
 CIFAR10 = 10, (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
 IMAGENET = 1000, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -155,8 +153,7 @@ class Teacher:
     """A procedural data set: x_k ~ N(0, s_k^2), y ~ softmax(temperature * MLP(x)).
 
     s_k is proportional to k^-alpha, with mean(s^2) = 1. The MLP has two hidden tanh layers and
-    random weights (from `seed`). Labels are sampled, so the lowest possible loss is above 0.
-    Examples never repeat.
+    random weights. Labels are sampled, so no loss reaches 0. Examples never repeat.
     """
 
     dim: int = 64
@@ -212,17 +209,16 @@ def load(
 ) -> Images | Tokens | Teacher:
     """Load a data set by name. Nothing is downloaded.
 
-    - fashion10k (the default): Fashion-MNIST's 10,000 *test* images, which are in the repository.
+    - fashion10k: Fashion-MNIST's 10,000 *test* images, which are in the repository.
     - pixels: fashion10k as a language: a start token, then seq_len pixels of 16 grey levels.
     - teacher...: procedural, see TEACHERS.
     - text:<path>: any file, as bytes. A relative path may also be relative to data_dir.
-    - fashion, cifar10, cifar10k (the first 10,000 training images: data_batch_1.bin), imagenet32,
-      imagenet64, lm1b: read from data_dir (default: $MULO_DATA, else ./data) in their published
-      layout. ImageNet is converted, and LM1B tokenized, at first use.
+    - fashion, cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64, lm1b:
+      in data_dir (default: $MULO_DATA, else ./data) as published. ImageNet is converted, and LM1B
+      tokenized, at first use.
 
-    "train" and "test" are disjoint splits. If a data set has test files, "all" is "train". Else
-    "all" is both, and "test" is the last 2,000 images (fashion10k, pixels) or the last tenth of a
-    text. `size` pools images; `seq_len` is for text.
+    If a data set has test files, "all" is "train". Else "all" is both splits, and "test" is the
+    last 2,000 images or the last tenth of a text. `size` pools images; `seq_len` is for text.
     """
     kind, _, path = name.partition(":")
     known = [*IMAGES, "pixels", "lm1b", *(f"teacher{k}" for k in TEACHERS)]
@@ -234,7 +230,8 @@ def load(
     if kind.startswith("teacher"):
         return Teacher(**TEACHERS[kind.removeprefix("teacher")], device=device)
     if kind == "text":
-        text = files.read_text(Path(path) if Path(path).is_file() else root / path)
+        file = Path(path) if Path(path).is_file() else root / path
+        text = np.fromfile(*files.find("text", file.parent, [file.name]), np.uint8)
         return Tokens(torch.from_numpy(_part(text, split, 0.1)), 256, seq_len, device)
     if kind == "lm1b":
         rows, classes = files.read_lm1b(root / kind, test, seq_len)

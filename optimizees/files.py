@@ -1,8 +1,7 @@
 """Readers of published data files, and a downloader for some of them.
 
-A file that is missing, or is not the published one, raises an error that names it and the fix.
-`datasets.load` makes data sets from these arrays. Only `python tasks.py download NAME` uses the
-network.
+A file that is missing, incomplete or not the published one raises an error that names it and the
+fix. Only `python tasks.py download NAME` uses the network.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def data_dir_or_default(data_dir: str | os.PathLike | None) -> Path:
     return Path(data_dir or os.environ.get("MULO_DATA") or "data").expanduser()
 
 
-def _find(name: str, folder: Path, files: list[str]) -> list[Path]:
+def find(name: str, folder: Path, files: list[str]) -> list[Path]:
     """Paths of these files of the data set `name`; all must exist."""
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
@@ -73,9 +72,9 @@ def _read(path: Path) -> bytearray:
             content = gzip.decompress(content)
         except (EOFError, zlib.error, OSError) as error:
             raise ValueError(f"{path} is damaged ({error}): get it again.") from error
-    known = SHA256[path.name.removesuffix(".gz")]
-    if hashlib.sha256(content).hexdigest() != known:
-        problem = f"is not the published file (its sha256 is not {known[:8]}...)"
+    sha256 = SHA256[path.name.removesuffix(".gz")]
+    if hashlib.sha256(content).hexdigest() != sha256:
+        problem = f"is not the published file (its sha256 is not {sha256[:8]}...)"
         raise ValueError(f"{path} {problem}: get it again.")
     return bytearray(content)  # writable, as torch requires
 
@@ -84,18 +83,15 @@ def read_fashion(name: str, folder: Path, test: bool) -> Arrays:
     """From IDX files: a header of 4 bytes, 4 bytes for each axis, then the array."""
     part = "t10k" if test else "train"
     files = [f"{part}-images-idx3-ubyte.gz", f"{part}-labels-idx1-ubyte.gz"]
-    x, y = map(_read, _find(name, folder, files))
+    x, y = map(_read, find(name, folder, files))
     x = np.frombuffer(x, np.uint8, offset=16).reshape(-1, 1, 28, 28)
     return x, np.frombuffer(y, np.uint8, offset=8).astype(np.int64)
 
 
 def read_cifar10(folder: Path, test: bool, parts: int) -> Arrays:
-    """The test images, or those of the first `parts` of the five training files.
-
-    A record of a file is a label and 1024 bytes each of R, G and B.
-    """
+    """From the test file, or the first `parts` training files: a label, 1024 bytes R, G and B."""
     files = ["test_batch.bin"] if test else [f"data_batch_{k + 1}.bin" for k in range(parts)]
-    paths = _find("cifar10", folder / "cifar-10-batches-bin", files)
+    paths = find("cifar10", folder / "cifar-10-batches-bin", files)
     records = np.concatenate([np.frombuffer(_read(path), np.uint8) for path in paths])
     records = records.reshape(-1, 3073)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64)
@@ -119,8 +115,7 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
     x_path, y_path = folder / f"{split}_x.uint8", folder / f"{split}_y.npy"
     if not (x_path.is_file() and y_path.is_file()):
         files = [f"train_data_batch_{k}.npz" for k in range(1, 11)]
-        paths = _find(name, folder, ["val_data.npz"] if test else files)
-        labels = []
+        paths, labels = find(name, folder, ["val_data.npz"] if test else files), []
 
         def write_images(file) -> None:  # with one .npz in memory at a time
             for path in tqdm(paths, f"converting {name}"):
@@ -130,17 +125,10 @@ def read_imagenet(name: str, folder: Path, test: bool) -> Arrays:
 
         write_atomically(x_path, write_images)
         write_atomically(y_path, lambda file: np.save(file, np.concatenate(labels)))
-    x = np.memmap(x_path, np.uint8, "c")  # copy-on-write: torch requires writable memory
-    y = np.load(y_path)
+    x, y = np.memmap(x_path, np.uint8, "c"), np.load(y_path)  # "c": torch requires writable memory
     if len(x) != len(y) * 3 * side**2:
         raise ValueError(f"{x_path} is damaged: delete it, to convert the .npz files again.")
     return x.reshape(-1, 3, side, side), y
-
-
-def read_text(path: Path) -> np.ndarray:
-    """The bytes of a file, (T,) uint8."""
-    [path] = _find("text", path.parent, [path.name])
-    return np.fromfile(path, np.uint8)
 
 
 def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
@@ -152,7 +140,7 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     part, files = "training", [f"news.en-{k:05}-of-00100" for k in range(1, 100)]
     if test:
         part, files = "heldout", [f"news.en.heldout-{k:05}-of-00050" for k in range(50)]
-    paths = _find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files)
+    paths = find("lm1b", folder / LM1B / f"{part}-monolingual.tokenized.shuffled", files)
     models = sorted(folder.glob("*.model"))
     if len(models) != 1:
         fix = "put one sentencepiece model of 32,000 pieces there"
@@ -166,7 +154,10 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
 
     def rows() -> Iterator[np.ndarray]:
         for path in tqdm(paths, "tokenizing lm1b"):
-            for sentence in filter(str.strip, path.read_bytes().decode().split("\n")):
+            *sentences, rest = path.read_bytes().decode(errors="replace").split("\n")
+            if rest:
+                raise ValueError(f"{path} ends within a sentence: get it again.")
+            for sentence in filter(str.strip, sentences):
                 ids = model.encode(sentence)[: seq_len + 1]
                 yield np.array(ids + [-1] * (seq_len + 1 - len(ids)), np.int32)
 
@@ -181,17 +172,20 @@ def download(name: str, data_dir: str | os.PathLike | None = None) -> None:
     if name not in DOWNLOADS:
         fix = HOW_TO_GET.get(name, f"use {' or '.join(DOWNLOADS)}")
         raise ValueError(f"{name!r} cannot be downloaded from here: {fix}.")
-    folder = data_dir_or_default(data_dir) / DOWNLOADS[name][0]
+    folder, urls = DOWNLOADS[name]
+    folder = data_dir_or_default(data_dir) / folder
     folder.mkdir(parents=True, exist_ok=True)
-    for url in DOWNLOADS[name][1]:
+    for url in urls:
+        file = Path(url).name
         try:
-            with urllib.request.urlopen(url, timeout=60) as response:
-                bar = tqdm.wrapattr(response, "read", total=response.length, desc=Path(url).name)
-                with bar as stream:
-                    if url.endswith(".tar.gz"):
-                        with tarfile.open(fileobj=stream, mode="r|gz") as tar:
-                            tar.extractall(folder, filter="data")  # writes only to `folder`
-                    else:
-                        write_atomically(folder / Path(url).name, stream.read())
+            with (
+                urllib.request.urlopen(url, timeout=60) as response,
+                tqdm.wrapattr(response, "read", total=response.length, desc=file) as stream,
+            ):
+                if file.endswith(".tar.gz"):
+                    with tarfile.open(fileobj=stream, mode="r|gz") as tar:
+                        tar.extractall(folder, filter="data")  # writes only to `folder`
+                else:
+                    write_atomically(folder / file, stream.read())
         except Exception as error:  # a broken connection can raise anything
             raise OSError(f"{url}: {error}: try again.") from error

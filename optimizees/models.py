@@ -1,8 +1,7 @@
-"""The paper's optimizees: MLP, ViT, decoder-only transformer (LM) and ResNet, at any width; and a
-small ConvNet.
+"""The paper's nets: MLP, ViT, decoder-only transformer (LM) and ResNet; and a small ConvNet.
 
-Plain PyTorch modules. The only part of μP here is the scale of attention logits; `roles.py` and
-`Task.init` in `tasks.py` take care of initialization and output multipliers.
+Plain PyTorch modules of any width. The only part of μP here is the scale of attention logits;
+`tasks.Task` does the rest.
 """
 
 from __future__ import annotations
@@ -48,18 +47,16 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with logits scaled by d_head^logit_power: -1 in μP, -1/2 in SP.
+    """Multi-head self-attention with logits scaled by d_head^power: -1 in μP, -1/2 in SP.
 
-    DIVERGES: the paper does not give the scale; 1/d_head is what its code and μP for Adam use.
-
-    d_head is width // heads. If heads do not divide the width (the paper's deep tasks have 3 heads
-    at width 1024), queries, keys and values are heads * d_head wide, a little less than the width.
+    DIVERGES: the paper does not give the scale; 1/d_head is what its code and μP for Adam use. The
+    paper's deep tasks have 3 heads at width 1024: they are 341 wide, together less than the width.
     """
 
-    def __init__(self, width: int, heads: int, causal: bool, logit_power: float):
+    def __init__(self, width: int, heads: int, causal: bool, power: float):
         super().__init__()
         self.heads, self.causal, self.d_head = heads, causal, width // heads
-        self.scale = self.d_head**logit_power
+        self.scale = self.d_head**power
         self.qkv = nn.Linear(width, 3 * heads * self.d_head, bias=False)
         self.proj = nn.Linear(heads * self.d_head, width, bias=False)
 
@@ -76,10 +73,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, causal: bool, logit_power: float):
+    def __init__(self, width: int, heads: int, causal: bool, power: float):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal, logit_power)
+        self.attention = Attention(width, heads, causal, power)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # (b, t, width)
@@ -92,14 +89,13 @@ class ViT(nn.Module):
 
     def __init__(
         self, shape: tuple, classes: int, width: int, depth: int, heads: int, patch: int,
-        logit_power: float,
+        power: float,
     ):  # fmt: skip
         super().__init__()
         c, h, w = shape
         self.patch = nn.Conv2d(c, width, patch, stride=patch)
         self.positions = embedding((h // patch) * (w // patch), width)
-        blocks = (Block(width, heads, False, logit_power) for _ in range(depth))
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = nn.Sequential(*(Block(width, heads, False, power) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:  # (b, c, h, w) -> (b, classes)
@@ -110,16 +106,13 @@ class ViT(nn.Module):
 class LM(nn.Module):
     """A decoder-only transformer whose readout is not tied to the embedding."""
 
-    def __init__(
-        self, vocabulary: int, length: int, width: int, depth: int, heads: int, logit_power: float
-    ):
+    def __init__(self, classes: int, length: int, width: int, depth: int, heads: int, power: float):
         super().__init__()
-        self.tokens, self.positions = embedding(vocabulary, width), embedding(length, width)
-        blocks = (Block(width, heads, True, logit_power) for _ in range(depth))
-        self.blocks = nn.Sequential(*blocks)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+        self.tokens, self.positions = embedding(classes, width), embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, True, power) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
-    def forward(self, x: Tensor) -> Tensor:  # (b, t) -> (b, t, vocabulary)
+    def forward(self, x: Tensor) -> Tensor:  # (b, t) -> (b, t, classes)
         x = self.tokens(x) + self.positions.weight[: x.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
@@ -147,7 +140,7 @@ class ResNet(nn.Module):
     """ResNet-18 for small images: 3x3 stem, no pooling; `width` is the channels of the last stage.
 
     DIVERGES: the paper gives widths only. GroupNorm replaces BatchNorm, whose running statistics
-    are not parameters: stacked nets and functional calls do not handle them.
+    are not parameters, so stacked nets cannot have them.
     """
 
     def __init__(self, channels: int, classes: int, width: int):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -24,8 +24,7 @@ LABELS = {
 COLOURS = {name: f"C{k}" for k, name in enumerate(LABELS)}  # the same in all figures
 
 
-@dataclasses.dataclass
-class Finding:
+class Finding(NamedTuple):
     """The result of an experiment."""
 
     rows: list[list]  # the table, its head first
@@ -42,9 +41,6 @@ def listing(values: dict[str, float | Tensor], digits: str = ".3f") -> str:
     return ", ".join(f"{x} {text.replace('nan', 'diverged')}" for x, text in texts.items())
 
 
-# ---------------------------------------------------------------- statistics
-
-
 def guess(kind: str) -> float:
     """The loss of uniform guessing."""
     return math.log(tasks.get(f"{kind}_w8_d3").classes)
@@ -53,8 +49,7 @@ def guess(kind: str) -> float:
 def falls(losses: list[Tensor], paired: bool = False) -> bool:
     """Whether losses fall overall, and no step rises by more than the standard error.
 
-    Nets of one seed see the same batches, so the error of their differences (paired) is smaller
-    than that of two means, and the check is stricter.
+    `paired` is stricter: nets of a seed see the same batches, so their differences vary less.
     """
     for a, b in pairwise(losses):
         (before, s), (now, t) = mean_stderr(a), mean_stderr(b)
@@ -78,9 +73,6 @@ def worse(a: Tensor, b: Tensor) -> bool:
 def ranked(x: Tensor) -> Tensor:
     """Ranks from 1; ties share their mean rank."""
     return 1 + (x < x[:, None]).sum(1) + ((x == x[:, None]).sum(1) - 1) / 2
-
-
-# ---------------------------------------------------------------- figures
 
 
 def figure(panels: int) -> tuple[Figure, list]:
@@ -109,13 +101,12 @@ def draw_final(
 ) -> None:
     """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
     for k, (name, by_size) in enumerate(losses.items()):
-        sizes, c = list(by_size), COLOURS.get(name, f"C{k}")
+        sizes, style = list(by_size), {"color": COLOURS.get(name, f"C{k}")}
         means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
-        ax.errorbar(
-            sizes, means, errors, marker="o", ms=4, capsize=2, label=LABELS.get(name, name), color=c
-        )
+        label = LABELS.get(name, name)
+        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, label=label, **style)
         diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
-        ax.plot(diverged, [(0.98 - 0.02 * k) * top] * len(diverged), "x", color=c)
+        ax.plot(diverged, [(0.98 - 0.02 * k) * top] * len(diverged), "x", **style)
     size_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
     ax.set(xlabel=xlabel, ylabel="final loss", title=title)
     limit_loss(ax, top)
@@ -124,13 +115,9 @@ def draw_final(
 def draw_curves(ax, curves: dict[str, Tensor], until: float, top: float, **settings) -> None:
     """Draw mean training curves over seeds; the last point is at `until`."""
     for k, (name, losses) in enumerate(curves.items()):
-        times = torch.arange(1, len(losses) + 1) * until / len(losses)
-        ax.plot(
-            times,
-            losses.mean(1),
-            label=LABELS.get(name, name),
-            color=COLOURS.get(name, f"C{9 - k}"),
-        )
+        times, color = torch.arange(1, len(losses) + 1) * until / len(losses), f"C{9 - k}"
+        style = {"label": LABELS.get(name, name), "color": COLOURS.get(name, color)}
+        ax.plot(times, losses.mean(1), **style)
     ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
     limit_loss(ax, top)
 
@@ -140,14 +127,10 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
     fig, (left, right) = figure(2)
     kind = width.rows[1][0]
     for name in ("mulo_m", "lo_m", "adamw", "muadam"):
-        rows = [row for row in width.rows if row[:2] == [kind, name]]
-        if not rows:  # not among --optimizers
-            continue
-        widths, *values = ([row[k] for row in rows] for k in (2, 3, 4))  # loss, stderr
-        style = "-" if name.endswith("_m") else "--"
-        left.errorbar(
-            widths, *values, capsize=2, label=LABELS.get(name, name), color=COLOURS[name], ls=style
-        )
+        if rows := [row for row in width.rows if row[:2] == [kind, name]]:
+            x, y, error = ([row[k] for row in rows] for k in (2, 3, 4))  # width, loss, stderr
+            style = {"color": COLOURS[name], "ls": "-" if name.endswith("_m") else "--"}
+            left.errorbar(x, y, error, capsize=2, label=LABELS[name], **style)
     left.axvspan(left.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
     size_axis(left, sorted({row[2] for row in width.rows if row[0] == kind}))
     left.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
@@ -155,20 +138,19 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
     left.minorticks_off()
     left.set_title(f"{kind}: wider than meta-trained")
     left.legend(fontsize=8)
-    rows = [row for row in coord.rows if row[1] == "width"]
-    names = list(dict.fromkeys(row[0] for row in rows))
-    for x, name in enumerate(names):
-        slopes = [min(float(row[3]), 2.0) for row in rows if row[0] == name]
-        places = [x + 0.8 * (k + 0.5) / len(slopes) - 0.4 for k in range(len(slopes))]
-        right.bar(places, slopes, 0.7 / len(slopes), color=COLOURS.get(name, "0.4"))
+    slopes = {}
+    for name, against, _, slope, *_ in coord.rows:
+        if against == "width":
+            slopes.setdefault(name, []).append(min(float(slope), 2.0))
+    for x, (name, bars) in enumerate(slopes.items()):
+        places = [x + 0.8 * (k + 0.5) / len(bars) - 0.4 for k in range(len(bars))]
+        right.bar(places, bars, 0.7 / len(bars), color=COLOURS.get(name, "0.4"))
     right.axhline(0.1, color="k", lw=0.8, ls=":")
-    right.set_xticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8)
+    right.set_xticks(range(len(slopes)), [LABELS.get(name, name) for name in slopes], fontsize=8)
     right.set(ylabel="|slope| of log drift over log width")
     right.set_title("Coordinate check (one bar per layer)")
     write_atomically(path, lambda file: fig.savefig(file, dpi=120))
 
-
-# ---------------------------------------------------------------- tables and RESULTS.md
 
 CLAIMS = {  # experiment: title, claim of the paper
     "width": ("Wider nets", """
@@ -240,30 +222,29 @@ def write_finding(finding: Finding, name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [[f"{x:.4f}" if isinstance(x, float) else x for x in row] for row in finding.rows]
     write_table(folder / f"{name}.csv", rows)
-    path = folder / f"{name}.png"
-    write_atomically(path, lambda file: finding.figure.savefig(file, dpi=120))
+    save = finding.figure.savefig
+    write_atomically(folder / f"{name}.png", lambda file: save(file, dpi=120))
 
 
 def write_results(findings: dict[str, Finding], folder: Path, path: Path, scale: str) -> None:
     """Write RESULTS.md."""
-    link, overview, sections = os.path.relpath(folder, path.parent), [], []
+    link, overview, sections = os.path.relpath(folder, path.parent), "", ""
     for name, finding in findings.items():
         title, claim = CLAIMS[name]
         anchor = "".join(x for x in title.lower() if x.isalnum() or x in " -").replace(" ", "-")
-        failed = [f"- {claim}" for claim, holds in finding.checks.items() if not holds]
+        failed = [f"- {claim}\n" for claim, holds in finding.checks.items() if not holds]
         held = f"{len(finding.checks) - len(failed)} of {len(finding.checks)}"
         summary = finding.summary.partition(";")[0].replace("|", "\\|")
-        overview.append(f"| [{title}](#{anchor}) | {summary} | {held} |")
-        here = (
-            f"**Here** (`python paper.py {name}`, [table]({link}/{name}.csv)). {held} checks hold"
-        )
-        here += "; these fail:" if failed else "."
-        sections += ["", f"## {title}", "", f"**Paper.** {claim.strip()}", "", here, "", *failed]
-        sections += [*[""] * bool(failed), f"![{title}]({link}/{name}.png)"]
+        overview += f"| [{title}](#{anchor}) | {summary} | {held} |\n"
+        failures = f"; these fail:\n\n{''.join(failed)}" if failed else ".\n"
+        sections += f"""
+## {title}
+
+**Paper.** {claim.strip()}
+
+**Here** (`python paper.py {name}`, [table]({link}/{name}.csv)). {held} checks hold{failures}
+![{title}]({link}/{name}.png)
+"""
     command = "all" if scale == "desk" else f"all --scale {scale}"
     head = HEAD.format(command=command, link=link, about=ABOUT[scale])
-    write_atomically(path, head + "\n".join([*overview, *sections, ""]))
-
-
-if __name__ == "__main__":
-    raise SystemExit("report.py is a module, not a command: run `python paper.py all`.")
+    write_atomically(path, head + overview + sections)

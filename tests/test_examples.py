@@ -120,6 +120,8 @@ def test_velo_plans_the_run_and_sees_the_loss(start, schedule):
     saved = torch.load("run/checkpoint.pt")
     assert saved["losses"][-1] < saved["losses"][0]
     assert saved["optimizer"]["state"][0]["loss"][-1] == 8  # the losses that VeLO has seen
+    scheduled = "initial_lr" in saved["optimizer"]["param_groups"][0]  # disables annealing
+    assert scheduled == (schedule == "cosine")
 
 
 @EXAMPLES

@@ -3,8 +3,8 @@
     python weights/choose.py runs/*/lo.pt                           # validation losses
     python weights/choose.py runs/mulo_m_desk_seed* --ship mulo_m   # ship the best of these
 
-Optimizers are compared by their final losses on tasks that no evaluation uses. The best is saved in
-weights/ with the record of all seeds, from which weights/README.md is written.
+Validation losses are final losses on tasks that no evaluation uses. The best run is saved in
+weights/ with the record of all, from which weights/README.md is written.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ VALIDATION = (  # task, steps, schedule: only for choosing among recipes and met
 SEEDS = [7001, 7002]
 
 
-def validate(path: Path, device: str = "cpu") -> dict[str, float]:
-    """Final losses on the validation tasks; divergence counts as the task's loss bound."""
-    lo, recipe, scores = mulo.load(path), checkpoints.about(path).get("recipe"), {}
+def validate(path: Path, device: str = "cpu") -> dict:
+    """The record of a run, with its final losses on the validation tasks (`scores`) and their
+    geometric mean (`validation`). Divergence counts as the task's loss bound."""
+    lo, about, scores = mulo.load(path), checkpoints.about(path), {}
+    recipe = about.get("recipe")
     if recipe is None or recipe["scale"] != "desk":
         raise ValueError(f"{path} was not meta-trained at desk scale, so it cannot be validated.")
     for name, steps, schedule in VALIDATION:
@@ -41,29 +43,17 @@ def validate(path: Path, device: str = "cpu") -> dict[str, float]:
         losses = final_loss(train(task, lo, steps, SEEDS, schedule=rate, device=device))
         losses = losses.nan_to_num(nan=task.loss_bound).clamp_max(task.loss_bound)
         scores[f"{name}, {steps} steps, {schedule}"] = float(losses.mean())
-    return scores
+    record = {"seed": recipe["seed"], "validation": geometric_mean(scores.values())}
+    record |= {"scores": scores, "sha256_of_run": sha256(path)}
+    return record | {k: about[k] for k in ("meta_loss", "minutes", "commit", "command")}
 
 
-def choose(name: str, paths: list[Path], device: str = "cpu") -> Path:
-    """Save the best of several meta-training runs in weights/, with the record of all of them."""
-    runs = []
-    for path in paths:
-        about = checkpoints.about(path)
-        if (recipe := about["recipe"]["name"]) != name:
-            raise ValueError(f"{path} is a run of {recipe}, not of {name}: leave it out.")
-        scores = validate(path, device)
-        runs.append({
-            "seed": about["recipe"]["seed"], "validation": geometric_mean(scores.values()),
-            "scores": scores, "meta_loss": about["meta_loss"], "minutes": about["minutes"],
-            "commit": about["commit"], "sha256_of_run": sha256(path), "command": about["command"],
-        })  # fmt: skip
-        print(
-            f"{path}: validation {runs[-1]['validation']:.4f}, meta-loss {about['meta_loss']:.4f}"
-        )
-    best = min(range(len(runs)), key=lambda k: runs[k]["validation"])
+def ship(name: str, runs: dict[Path, dict]) -> Path:
+    """Save the best of several runs in weights/, with the records of all of them."""
+    best = min(runs, key=lambda path: runs[path]["validation"])
     target = checkpoints.SHIPPED / f"{name}.pt"
-    about = checkpoints.about(paths[best]) | {"chosen_among": json.dumps(runs)}
-    mulo.save(mulo.load(paths[best]), target, **about)
+    about = checkpoints.about(best) | {"chosen_among": json.dumps(list(runs.values()))}
+    mulo.save(mulo.load(best), target, **about)
     write_record()
     return target
 
@@ -88,42 +78,38 @@ so it affects validation but not meta-training. Meta-loss is the mean over the l
 
 def write_record() -> None:
     """Write weights/README.md from the records in the files."""
-    lines, digests = [], []
+    lines, digests = "", ""
     for path in sorted(checkpoints.SHIPPED.glob("*.pt")):
         about = checkpoints.about(path)
-        if "chosen_among" not in about:
-            continue
-        digests.append(f"{sha256(path)}  {path.name}")
-        for run in sorted(json.loads(about["chosen_among"]), key=lambda run: run["seed"]):
+        digests += f"{sha256(path)}  {path.name}\n"
+        for run in sorted(json.loads(about.get("chosen_among", "[]")), key=lambda run: run["seed"]):
             mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
-            lines.append(
-                f"| {path.stem} | {run['seed']} | {mark} | {run['validation']:.4f} | "
-                f"{run['meta_loss']:.4f} | {run['minutes']:.1f} | {run['commit']} | "
-                f"`{run['command']}` |"
-            )
-    end = ["", "SHA-256 of the files:", "", "```text", *digests, "```", ""]
-    write = checkpoints.write_atomically
-    write(checkpoints.SHIPPED / "README.md", RECORD + "\n".join([*lines, *end]))
+            row = path.stem, run["seed"], mark, f"{run['validation']:.4f}"
+            row += f"{run['meta_loss']:.4f}", f"{run['minutes']:.1f}", run["commit"]
+            lines += f"| {' | '.join(map(str, row))} | `{run['command']}` |\n"
+    text = f"{RECORD}{lines}\nSHA-256 of the files:\n\n```text\n{digests}```\n"
+    checkpoints.write_atomically(checkpoints.SHIPPED / "README.md", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Validate runs, and ship the best.")
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, or their lo.pt")
-    parser.add_argument(
-        "--ship", metavar="RECIPE", help="save the best run of this recipe in weights/"
-    )
+    parser.add_argument("--ship", metavar="RECIPE", help="save the best run of it in weights/")
     parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
     args = parser.parse_args()
     with one_sentence("choose.py"):
         device, sentence = kernels.pick_device(args.device)
         print(sentence)
-        paths = [path / "lo.pt" if path.is_dir() else path for path in args.runs]
+        runs = [path / "lo.pt" if path.is_dir() else path for path in args.runs]
+        for path in runs if args.ship else []:
+            if (recipe := checkpoints.about(path)["recipe"]["name"]) != args.ship:
+                raise ValueError(f"{path} is a run of {recipe}, not of {args.ship}: leave it out.")
+        records = {}
+        for path in runs:
+            record = records[path] = validate(path, device)
+            print(f"{path}: {record['validation']:.4f}  {record['scores']}")
         if args.ship:
-            print(f"chosen: {choose(args.ship, paths, device)}")
-        else:
-            for path in paths:
-                scores = validate(path, device)
-                print(f"{path}: {geometric_mean(scores.values()):.4f}  {scores}")
+            print(f"chosen: {ship(args.ship, records)}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import mulo
 from mulo import metatrain, roles
@@ -22,8 +23,7 @@ BASE = {
 SEEDS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class MetaTraining:
+class MetaTraining(NamedTuple):
     """A meta-training run, as a job for `Results.execute`."""
 
     recipe: metatrain.Recipe
@@ -58,13 +58,8 @@ def load(results: Results, scale: str) -> dict[str, list[Contender]]:
         file = f"{name.replace(' ', '_').replace('/', 'by')}_seed{seed}.pt"
         recipe = dataclasses.replace(base, **fields, seed=seed)
         runs[name, seed] = MetaTraining(recipe, results.folder / "ablate" / file)
-    missing = [run for run in runs.values() if not run.path.exists()]
-    list(results.execute(missing, "meta-training"))
+    list(results.execute([x for x in runs.values() if not x.path.exists()], "meta-training"))
     for (name, seed), run in runs.items():
         c = Contender(f"{name}, seed {seed}", roles.ALL, mulo.load(run.path))
         contenders.setdefault(name, []).append(c)
     return contenders
-
-
-if __name__ == "__main__":
-    raise SystemExit("variants.py is a module, not a command: run `python paper.py ablate`.")
