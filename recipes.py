@@ -157,7 +157,12 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each `flag` of Recipe; --help shows mulo_m's values at both scales."""
+    """Add the recipe's name, its scale, and a flag for each `flag` of Recipe."""
+    unset = {"default": argparse.SUPPRESS}
+    names = f"{', '.join(RECIPES)} (default: mulo_m)"
+    parser.add_argument("name", nargs="?", metavar="recipe", help=names, **unset)
+    scales = "desk (a laptop; the default) or paper"
+    parser.add_argument("--scale", choices=SCALES, help=scales, **unset)
     group = parser.add_argument_group("settings of the recipe (in brackets: mulo_m's)")
     at_scale = [vars(recipe("mulo_m", scale)) for scale in SCALES]
     for field in dataclasses.fields(Recipe):
@@ -166,18 +171,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             kind = type(field.default) if not several else type((*field.default, "")[0])
             options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
             options |= {"nargs": "+"} if several else {}
-            options = {"action": "store_true", "default": None} if kind is bool else options
+            options = {"action": "store_true"} if kind is bool else options
             desk, paper = (str(fields[field.name]).strip("()") for fields in at_scale)
             shown = desk if desk == paper else f"desk: {desk}; paper: {paper}"
             name = f"--{field.name.replace('_', '-')}"
-            group.add_argument(name, help=f"{text} ({shown or 'none'})", **options)
+            group.add_argument(name, help=f"{text} ({shown or 'none'})", **options, **unset)
 
 
-def changes(args: argparse.Namespace) -> dict:
+def settings(args: argparse.Namespace) -> dict:
     """The settings given on the command line, for `recipe`."""
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.metadata}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    return {k: v for k, v in given.items() if v is not None}
+    given = {k: v for k, v in vars(args).items() if k in Recipe.__dataclass_fields__}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
 
 
 if __name__ == "__main__":
