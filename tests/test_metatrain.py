@@ -568,7 +568,7 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
     )
     for flags, reason in (
         (["--resume", other], "was made by other code"),
-        (["--pairs", 0], "pairs must be 1 or more"),
+        (["--pairs", 0], "pairs must be above 0, not 0"),
         (["--device", "foo"], "device 'foo'"),
         (["--kind", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp, in64_mlp,"),
         (["--eps", "none"], "eps='none' is unknown: use one of"),
