@@ -11,9 +11,9 @@ A learned optimizer becomes one graph per kind of tensor, state in and state out
     hyper    VeLO only, called before the steps: the LSTM, which generates every tensor's network
 
 Each graph is an .onnx file (opset 20) and a .pt2 file (torch.export); one .ts file (TorchScript,
-for libtorch of the same version) has all graphs as methods. <name>.pt is the learned optimizer,
-<name>.json describes the graphs and has the rules for calling them, which examples/README.md
-explains. Every file carries that description.
+for libtorch of the same version) has all graphs as methods. <name>.pt is the learned optimizer.
+<name>.json describes the graphs, as metadata in every file do, and has the rules for calling them,
+which examples/README.md explains.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def to_program(lo: LO, kind: str) -> torch.export.ExportedProgram:
     graphs, (inputs, _) = Graphs(lo, kind), shapes(lo.config, kind)
     free = {d: torch.export.Dim(d, min=1) for d in SIZES}
     dims = [{k: free[d] for k, d in enumerate(s) if d in free} for s in inputs.values()]
-    graphs.forward = lambda *x: getattr(graphs, kind)(*x)  # what torch.export traces
+    graphs.forward = lambda *x: getattr(graphs, kind)(*x)  # torch.export traces forward
     program = torch.export.export(graphs, example(inputs), dynamic_shapes=(tuple(dims),))
     debug = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn")
     for node in program.graph.nodes:  # these contain local paths
@@ -157,8 +157,8 @@ def to_program(lo: LO, kind: str) -> torch.export.ExportedProgram:
 
 
 def to_pt2(lo: LO, kind: str, text: str) -> bytes:
-    files = {"mulo.json": text}
-    torch.export.save(to_program(lo, kind), buffer := io.BytesIO(), extra_files=files)
+    buffer, files = io.BytesIO(), {"mulo.json": text}
+    torch.export.save(to_program(lo, kind), buffer, extra_files=files)
     return buffer.getvalue()
 
 
@@ -226,32 +226,24 @@ def signature(lo: LO, kind: str) -> dict:
     if kind == "hyper":
         first |= {"h": lo.hidden0[0].tolist(), "cell": lo.cell0[0].tolist()}
     inputs, outputs = (
-        {k: {"name": k, "shape": shape, "dtype": "float32"} for k, shape in side.items()}
+        [{"name": k, "shape": shape, "dtype": "float32"} for k, shape in side.items()]
         for side in shapes(lo.config, kind)
     )
-    for k in inputs.keys() - {"p"}:
-        if f"new_{k}" in outputs:
-            inputs[k]["first"] = first.get(k, 0.0)
-    return {"inputs": [*inputs.values()], "outputs": [*outputs.values()]}
+    states = {x["name"].removeprefix("new_") for x in outputs} - {"p"}
+    for x in inputs:
+        x |= {"first": first.get(x["name"], 0.0)} if x["name"] in states else {}
+    return {"inputs": inputs, "outputs": outputs}
 
 
 def describe(lo: LO, name: str) -> dict:
     """The description that every exported file carries."""
-    names = {"init": "init variance", "multiplier": "output multiplier", "update": "update"}
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": name,
-        "torch": torch.__version__,
-        "lo": vars(lo.config),
-        "mup": {
-            role: {names[k]: n for k, n in rule._asdict().items()}
-            for role, rule in roles.RULES.items()
-        },
-        "graphs": {kind: signature(lo, kind) for kind in kinds(lo.config)},
-        "clip": features.CLIP[lo.config.net],
-        "features": features.feature_names(lo.config.feature_set),
-    }
+    powers = ("init variance", "output multiplier", "update")
+    mup = {role: dict(zip(powers, rule, strict=True)) for role, rule in roles.RULES.items()}
+    config = {"format": FORMAT, "version": VERSION, "name": name, "torch": torch.__version__}
+    config |= {"lo": vars(lo.config), "mup": mup}
+    config["graphs"] = {kind: signature(lo, kind) for kind in kinds(lo.config)}
+    config["clip"] = features.CLIP[lo.config.net]
+    return config | {"features": features.feature_names(lo.config.feature_set)}
 
 
 def write(
@@ -268,17 +260,15 @@ def write(
         makers[f"{name}.{kind}.onnx"] = partial(to_onnx, lo, kind, text)
         makers[f"{name}.{kind}.pt2"] = partial(to_pt2, lo, kind, text)
     makers[f"{name}.ts"] = partial(to_torchscript, lo, text)
-    makers = {k: make for k, make in makers.items() if k.rpartition(".")[2] in suffixes}
+    files = [file for file in makers if file.rpartition(".")[2] in suffixes]
     out.mkdir(parents=True, exist_ok=True)
     checkpoints.save(lo, out / f"{name}.pt", **(about or {}))
-    for file, make in tqdm(makers.items(), f"exporting {name}", unit="file"):
+    for file in tqdm(files, f"exporting {name}", unit="file"):
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            content = make()
-        checkpoints.write_atomically(out / file, content)
-    files = f"{name}.pt", *makers
+            checkpoints.write_atomically(out / file, makers[file]())
+    files = f"{name}.pt", *files
     config["sha256"] = {k: hashlib.sha256((out / k).read_bytes()).hexdigest() for k in files}
-    config["contract"] = CONTRACT
-    content = json.dumps(config, indent=1, ensure_ascii=False)
+    content = json.dumps(config | {"contract": CONTRACT}, indent=1, ensure_ascii=False)
     checkpoints.write_atomically(out / f"{name}.json", content)
     return out / f"{name}.json"
 
@@ -290,13 +280,12 @@ def read_config(text: str | bytes, path: str | Path) -> dict:
     """The description in an exported file, if this code can read that version."""
     try:
         config = json.loads(text)
-    except ValueError:
-        config = {}
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise ValueError(f"{path} was not written by export.py: export the optimizer again.")
-    if config.get("version") != VERSION:
-        version = f"format version {config.get('version')}, this code reads {VERSION}"
-        raise ValueError(f"{path} has {version}: export the optimizer again.")
+        version = config["version"] if config["format"] == FORMAT else None
+    except (ValueError, KeyError, TypeError):
+        version = None
+    if version != VERSION:
+        reads = f"{path} has format version {version}, this code reads {VERSION} of {FORMAT}"
+        raise ValueError(f"{reads}: export the optimizer again.")
     return config
 
 
@@ -320,35 +309,30 @@ def checked(folder: Path, name: str, config: dict) -> Path:
     return path
 
 
-def open_graphs(path: str | Path, device: str = "cpu") -> dict[str, Callable]:
-    """The graphs in a file of any format, by name, as functions from tensors to tensors.
+def open_graphs(path: Path, kinds: Iterable[str], device: str = "cpu") -> dict[str, Callable]:
+    """Those of the graphs that a file has, as functions from tensors to tensors.
 
     ONNX graphs run on the device, the others on the CPU.
     """
-    path, extra = Path(path), {"mulo.json": ""}
-    with warnings.catch_warnings(action="ignore"):
-        if path.suffix == ".onnx":
-            index = {"use_tf32": "0", "device_id": device.partition(":")[2] or "0"}
-            cuda = device.startswith("cuda")
-            provider = ("CUDAExecutionProvider", index) if cuda else "CPUExecutionProvider"
-            session = onnxruntime.InferenceSession(path, providers=[provider])
-            if cuda and session.get_providers()[0] != provider[0]:  # it fell back to the CPU
-                raise RuntimeError("onnxruntime cannot use CUDA here: pass --device cpu.")
-            extra["mulo.json"] = session.get_modelmeta().custom_metadata_map.get("mulo", "")
-            run = partial(run_onnx, session)
-        elif path.suffix == ".pt2":
-            run = torch.export.load(path, extra_files=extra).module()
-        else:
-            run = torch.jit.load(path, _extra_files=extra)
-    config = read_config(extra["mulo.json"], path)
     if path.suffix == ".ts":
-        return {kind: getattr(run, kind) for kind in config["graphs"]}
-    return {path.stem.rpartition(".")[2]: run}
+        module = torch.jit.load(path)
+        return {kind: getattr(module, kind) for kind in kinds}
+    kind = path.stem.rpartition(".")[2]
+    if path.suffix == ".pt2":
+        return {kind: torch.export.load(path).module()}
+    cuda = device.startswith("cuda")
+    settings = {"use_tf32": "0", "device_id": device.partition(":")[2] or "0"}
+    provider = ("CUDAExecutionProvider", settings) if cuda else "CPUExecutionProvider"
+    session = onnxruntime.InferenceSession(path, providers=[provider])
+    if cuda and session.get_providers()[0] != provider[0]:  # it fell back to the CPU
+        raise RuntimeError("onnxruntime cannot use CUDA here: pass --device cpu.")
+    names = [x.name for x in session.get_inputs()]
 
+    def run(*inputs: Tensor) -> list[Tensor]:
+        arrays = dict(zip(names, (x.numpy() for x in inputs), strict=True))
+        return [torch.from_numpy(y) for y in session.run(None, arrays)]
 
-def run_onnx(session: onnxruntime.InferenceSession, *inputs: Tensor) -> list[Tensor]:
-    arrays = {x.name: v.numpy() for x, v in zip(session.get_inputs(), inputs, strict=True)}
-    return [torch.from_numpy(y) for y in session.run(None, arrays)]
+    return {kind: run}
 
 
 # ---------------------------------------------------------------- checking
@@ -405,12 +389,12 @@ def verify(path: Path, config: dict, device: str = "cpu") -> None:
         raise ValueError(f"{path} does not describe {name}.pt: export it again.")
     runs = {kind: {} for kind in kinds(lo.config)}
     for file in list(config["sha256"])[1:]:  # the first is the .pt
-        for kind, run in open_graphs(checked(path.parent, file, config), device).items():
-            runs[kind][file] = run
+        source = checked(path.parent, file, config)
+        with warnings.catch_warnings(action="ignore"):
+            for kind, run in open_graphs(source, runs, device).items():
+                runs[kind][file] = run
     print(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
     for kind, files in runs.items():
-        if not files:
-            wrong.append(f"{path} lists no file of the {kind} graph: export it again.")
         for file, (error, case) in compare(lo, kind, files).items():
             print(f"{file:24}{kind:10}{(path.parent / file).stat().st_size:8}{error:12.1e}  {case}")
             if error > TOLERANCE:

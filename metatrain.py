@@ -2,7 +2,7 @@
 
     python metatrain.py                         # mulo_m at desk scale: minutes on a laptop
     python metatrain.py lo_m --seed 1           # the same recipe in standard parametrization
-    python metatrain.py mulo_m --scale paper --device cuda     # the paper's recipe, on one GPU
+    python metatrain.py mulo_m --scale paper    # the paper's recipe, on one GPU
     torchrun --nproc-per-node 2 metatrain.py    # split the perturbations over processes
     python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 1600   # resume and extend a run
 
@@ -10,8 +10,8 @@ Paper: eq. 1 (the meta-objective), section 2 and appendix C. phi are the weights
 optimizer, and an unroll is the training of one net with it. Each outer step trains pairs of nets
 with phi + eps and phi - eps for part of an unroll (a truncation). Each pair keeps xi, the sum of
 its past perturbations eps, which removes the bias of truncation. The two nets of a pair share
-initial weights, batches and length. All of these follow from the pair's own seed, so the result
-does not depend on how pairs are split over micro-batches or processes.
+initial weights, batches and length. A pair draws these and eps from its own generator, so results
+do not depend on how pairs are split over micro-batches or processes.
 
 `recipes.py` has the settings, `training.py` the inner step.
 """
@@ -30,20 +30,20 @@ import sys
 import time
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import mulo
 from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
 from mulo.evaluate import BASELINES, Contender, Job, Results, Tuning, best, contender
 from mulo.features import Phi
-from mulo.recipes import RECIPES, SCALES, Recipe, new_lo, recipe
+from mulo.recipes import Recipe, new_lo, recipe
 
 # ---------------------------------------------------------------- the estimator
 
@@ -75,16 +75,6 @@ def pes_gradient(
 # ---------------------------------------------------------------- the nets in training
 
 
-class Truncation(NamedTuple):
-    """One truncation of n pairs: inputs of `pes_gradient`, and values for the log."""
-
-    delta: Tensor  # (steps, n)
-    began: Tensor  # (steps, n) bool
-    eps: Tensor  # (n, D)
-    loss: Tensor  # (): the mean clipped loss
-    diverged: int  # number of diverged pairs
-
-
 def unflatten(phi: Tensor, like: LO) -> Phi:
     """Convert vectors of weights (P, D) to the stacked dict that a learned optimizer takes."""
     parts = phi.split([w.numel() for w in like.parameters()], 1)
@@ -92,15 +82,8 @@ def unflatten(phi: Tensor, like: LO) -> Phi:
     return {name: part.unflatten(1, w.shape) for (name, w), part in pairs}
 
 
-def leaves(x: Tensor | dict | tuple) -> list[Tensor]:
-    """The tensors in nested dicts and tuples."""
-    if isinstance(x, Tensor):
-        return [x]
-    return [y for part in (x.values() if isinstance(x, dict) else x) for y in leaves(part)]
-
-
 class Particles:
-    """The nets of n antithetic pairs on one task, (2n, ...): first all with phi + eps."""
+    """The nets of n antithetic pairs on one task, (2n, ...): those with phi + eps come first."""
 
     def __init__(self, task: tasks.Task, recipe: Recipe, lo: LO, pairs: range, seed: int, data):
         """`pairs`: the indices of these pairs among the task's pairs, for their seeds."""
@@ -118,40 +101,41 @@ class Particles:
         lengths = torch.full((2 * n,), float(recipe.unroll))
         self.state = self.opt.init(self.theta, unflatten(phi.unsqueeze(0), lo), lengths)
 
-    def truncation(self, phi: Tensor) -> Truncation:
+    def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """Draw eps for each pair and train all nets for a truncation with phi + eps and phi - eps.
 
-        DIVERGES: pairs that diverge start a new unroll, at the next step on a CPU and at the next
-        truncation on a GPU; in the reference they stay at the bound to the end.
+        Returns delta, began and eps for `pes_gradient`, then for the log the mean clipped loss ()
+        and the number of diverged pairs. DIVERGES: pairs that diverge start a new unroll, at the
+        next step on a CPU and at the next truncation on a GPU; in the reference they stay at the
+        bound to the end.
         """
-        n, device, bound = len(self.t), phi.device, self.task.loss_bound
+        n, steps, device = len(self.t), self.recipe.truncation, phi.device
         noise = torch.stack([torch.randn(len(phi), generator=g) for g in self.generators])
         eps = self.recipe.sigma * features.send(noise, device)
         phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
         weights = self.opt.prepare(phis)
-        began, flags, deltas = torch.zeros(n, dtype=torch.bool), [], []
-        loss_sum, num_diverged, diverged = 0.0, 0, torch.zeros(n, dtype=torch.bool, device=device)
-        for k in range(self.recipe.truncation):
+        delta, began = torch.empty(steps, n, device=device), torch.zeros(steps, n, dtype=torch.bool)
+        diverged, num_diverged = torch.zeros(n, dtype=torch.bool, device=device), 0
+        loss_sum, bound = 0.0, self.task.loss_bound
+        for k in range(steps):
             finished = self.t >= self.length
             if finished.any():
                 self.restart(finished, phis)
                 diverged &= ~features.send(finished, device)
-                began = began | finished  # not |=: `flags` holds the old tensor
+                began[k:] |= finished
             losses = self.inner_step(weights)
             finite = losses.isfinite()
             clipped = torch.where(finite, losses, bound).clamp(0, bound)
-            deltas.append(clipped[:n] - clipped[n:])
-            flags.append(began)
+            delta[k] = clipped[:n] - clipped[n:]
             loss_sum += clipped.mean()
             self.t += 1
             diverged |= ~finite.view(2, n).all(0)
-            if device.type == "cpu" or k == self.recipe.truncation - 1:  # reading it syncs a GPU
+            if device.type == "cpu" or k == steps - 1:  # reading it syncs a GPU
                 ends = diverged.cpu()
                 self.length = torch.where(ends, self.t, self.length)
                 num_diverged += int(ends.sum())
                 diverged.zero_()
-        began, loss = torch.stack(flags).to(device), loss_sum / self.recipe.truncation
-        return Truncation(torch.stack(deltas), began, eps, loss, num_diverged)
+        return delta, began.to(device), eps, loss_sum / steps, num_diverged
 
     def inner_step(self, weights) -> Tensor:
         """One step of every net; returns the losses before it, (2n,)."""
@@ -169,42 +153,20 @@ class Particles:
         """Start a new unroll in the pairs that are finished, (n,) bool."""
         n, device, pairs = len(self.t), self.xi.device, finished.nonzero().flatten().tolist()
         low, high = math.log(self.recipe.shortest), math.log(self.recipe.unroll)
-        length = (low + (high - low) * self._random(pairs)).exp().round()  # log-uniform
-        first = not self.length.any()
-        # Cut the first unrolls short, so that pairs do not restart together.
-        self.length[pairs] = (length * self._random(pairs)).ceil() if first else length
+        first = not self.length.any()  # cut the first unrolls short: pairs restart at other times
+        u = torch.stack([torch.rand(1 + first, generator=self.generators[k]) for k in pairs])
+        length = (low + (high - low) * u[:, 0]).exp().round()  # log-uniform
+        self.length[pairs] = (length * u[:, 1]).ceil() if first else length
         self.t[pairs] = 0
+        inits = [self.task.init(1, self.generators[k]) for k in pairs] * 2
+        theta = {k: torch.cat([init[k] for init in inits]) for k in self.theta}
+        theta = {k: features.send(p, device) for k, p in theta.items()}
         rows = features.send(torch.tensor(pairs + [n + k for k in pairs]), device)
-        inits = [self.task.init(1, self.generators[k]) for k in pairs]
-        theta = {
-            name: features.send(torch.cat([init[name] for init in inits] * 2), device)
-            for name in self.theta
-        }
         phi = {k: w[rows] for k, w in phi.items()}
         state = self.opt.init(theta, phi, torch.cat([length, length]))
-        new, old = leaves((theta, state)), leaves((self.theta, self.state))
+        new, old = tree_leaves((theta, state)), tree_leaves((self.theta, self.state))
         for x, y in zip(old, new, strict=True):
             x.index_copy_(0, rows, y)
-
-    def _random(self, pairs: list[int]) -> Tensor:
-        """A number in [0, 1) for each of these pairs."""
-        return torch.stack([torch.rand((), generator=self.generators[k]) for k in pairs])
-
-    def state_dict(self) -> dict[str, list[Tensor]]:
-        tensors = leaves((self.t, self.length, self.xi, self.theta, self.state))
-        return {"tensors": tensors, "generators": [g.get_state() for g in self.generators]}
-
-    def load_state_dict(self, saved: dict[str, list[Tensor]]) -> None:
-        mine = self.state_dict()["tensors"]
-        if [x.shape for x in mine] != [x.shape for x in saved["tensors"]]:
-            raise ValueError(
-                f"the run's tensors do not fit: features, or {self.task.name}, were edited since. "
-                "Undo the edit, or start a new run."
-            )
-        for x, y in zip(mine, saved["tensors"], strict=True):
-            x.copy_(y)
-        for generator, state in zip(self.generators, saved["generators"], strict=True):
-            generator.set_state(state)
 
 
 # ---------------------------------------------------------------- the outer step
@@ -219,24 +181,23 @@ class Trainer:
     """The outer loop: perturb, train each task's nets for a truncation, average, clip, AdamW."""
 
     def __init__(self, recipe: Recipe, lo: LO):
-        self.recipe, self.lo, self.step = recipe, lo, 0
+        self.recipe, self.lo, self.step, self.tasks = recipe, lo, 0, recipe.tasks()
         self.rank, self.world = rank_and_world()
-        if recipe.pairs % self.world:
-            raise ValueError(
-                f"{recipe.pairs} pairs cannot be split over {self.world} processes: change --pairs."
-            )
+        share, rest = divmod(recipe.pairs, self.world)
+        if rest:
+            split = f"{recipe.pairs} pairs cannot be split over {self.world} processes"
+            raise ValueError(f"{split}: change --pairs.")
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
         self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
-        self.tasks, share, datasets = recipe.tasks(), recipe.pairs // self.world, {}
-        mine = range(self.rank * share, (self.rank + 1) * share)
-        parts = [mine[k : k + recipe.micro_batch] for k in range(0, share, recipe.micro_batch)]
-        self.particles = []  # a list of micro-batches for each task
-        for n, task in enumerate(self.tasks):
-            if task.kind not in datasets:
-                datasets[task.kind] = task.data(device=str(self.phi.device))
-            seed, data = 100 * recipe.seed + n, datasets[task.kind]
-            groups = [Particles(task, recipe, lo, pairs, seed, data) for pairs in parts]
-            self.particles.append(groups)
+        by_kind = {task.kind: task for task in self.tasks}  # tasks of a kind share their data
+        data = {kind: task.data(device=str(self.phi.device)) for kind, task in by_kind.items()}
+        first, size = self.rank * share, recipe.micro_batch
+        pairs = range(first, first + share)  # of this process
+        self.particles = [  # micro-batches of every task
+            Particles(task, recipe, lo, pairs[k : k + size], 100 * recipe.seed + n, data[task.kind])
+            for n, task in enumerate(self.tasks)
+            for k in range(0, share, size)
+        ]
 
     def rate(self) -> float:
         """The outer learning rate: linear warm-up, then a cosine from lr to lr_end."""
@@ -246,23 +207,23 @@ class Trainer:
         x = (self.step - r.warmup) / max(1, r.steps - r.warmup)
         return r.lr_end + (r.lr - r.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
 
-    def estimate(self, groups: list[Particles]) -> tuple[Tensor, Tensor, Tensor]:
-        """Train a task's nets for a truncation. Returns sums over its pairs, which processes add:
-        the meta-gradient (D,), the loss () and the number of diverged pairs ()."""
+    def estimate(self, task: tasks.Task) -> list[Tensor]:
+        """Train a task's nets for a truncation. Returns sums over its pairs: the meta-gradient
+        (D,), the loss () and the number of diverged pairs ()."""
         sums = []
-        for group in groups:
-            x, n = group.truncation(self.phi.detach()), len(group.xi)
-            grad, group.xi = pes_gradient(x.delta, x.began, x.eps, group.xi, self.recipe.sigma)
-            sums.append((grad * n, x.loss * n, grad.new_full((), x.diverged)))
-        grads, losses, diverged = zip(*sums, strict=True)
-        return sum(grads), sum(losses), sum(diverged)
+        for x in (x for x in self.particles if x.task is task):
+            delta, began, eps, loss, diverged = x.truncation(self.phi.detach())
+            grad, x.xi = pes_gradient(delta, began, eps, x.xi, self.recipe.sigma)
+            n = len(eps)
+            sums.append((grad * n, loss * n, grad.new_full((), diverged)))
+        return [sum(column) for column in zip(*sums, strict=True)]
 
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
         """One outer step; returns a row of the log."""
         r, n, start = self.recipe, len(self.tasks), self.step * self.recipe.per_step
         chosen = [k % n for k in range(start, start + r.per_step)] or range(n)  # tasks
-        sums = zip(*(self.estimate(self.particles[k]) for k in chosen), strict=True)
+        sums = zip(*(self.estimate(self.tasks[k]) for k in chosen), strict=True)
         grads, losses, diverged = map(torch.stack, sums)  # (tasks, D), (tasks,), (tasks,)
         if self.world > 1:
             for x in (grads, losses, diverged):
@@ -285,8 +246,8 @@ class Trainer:
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
         row["diverged"] = int(diverged.sum())
         names = [f"loss_{x}" for x in r.mixture or (f"w{width}" for width in r.widths)]
-        by_task = {names[k]: x for k, x in zip(chosen, losses.tolist(), strict=True)}
-        return row | {name: by_task.get(name, math.nan) for name in names}
+        by_task = dict(zip(chosen, losses.tolist(), strict=True))
+        return row | {name: by_task.get(k, math.nan) for k, name in enumerate(names)}
 
     @torch.no_grad()
     def result(self) -> LO:
@@ -294,17 +255,27 @@ class Trainer:
         vector_to_parameters(self.phi.clone(), self.lo.parameters())
         return self.lo
 
+    def parts(self) -> tuple[list[Tensor], list[torch.Generator]]:
+        """All tensors (but AdamW's) and generators that an outer step changes."""
+        tensors = tree_leaves([(x.t, x.length, x.xi, x.theta, x.state) for x in self.particles])
+        return [self.phi.data, *tensors], [g for x in self.particles for g in x.generators]
+
     def state_dict(self) -> dict:
-        particles = [[group.state_dict() for group in groups] for groups in self.particles]
-        mine = {"step": self.step, "phi": self.phi.detach(), "adamw": self.adamw.state_dict()}
-        return mine | {"recipe": dataclasses.asdict(self.recipe), "particles": particles}
+        tensors, generators = self.parts()
+        state = {"recipe": dataclasses.asdict(self.recipe), "step": self.step, "tensors": tensors}
+        state["generators"] = [g.get_state() for g in generators]
+        return state | {"adamw": self.adamw.state_dict()}
 
     def load_state_dict(self, saved: dict) -> None:
-        for groups, parts in zip(self.particles, saved["particles"], strict=True):
-            for group, part in zip(groups, parts, strict=True):
-                group.load_state_dict(part)
+        tensors, generators = self.parts()
+        if [x.shape for x in tensors] != [x.shape for x in saved["tensors"]]:
+            reason = "its tensors do not fit: features or tasks have changed since"
+            raise ValueError(f"the run cannot be resumed ({reason}): start a new one.")
+        for x, y in zip(tensors, saved["tensors"], strict=True):
+            x.copy_(y)
+        for g, state in zip(generators, saved["generators"], strict=True):
+            g.set_state(state)
         self.step = saved["step"]
-        self.phi.data.copy_(saved["phi"])
         self.adamw.load_state_dict(saved["adamw"])
 
 
@@ -338,57 +309,53 @@ class Run:
         for temporary in out.glob(".checkpoint_*"):  # of a process that was killed
             temporary.unlink(missing_ok=True)
 
-    @staticmethod
-    def saved(out: Path, rank: int = 0) -> dict[str, Path]:
-        """The checkpoints of a rank by their step, oldest first."""
-        paths = sorted(out.glob(f"checkpoint_*_rank{rank}.pt"))
-        return {path.name.split("_")[1]: path for path in paths}
-
     def save(self) -> None:
         """Write a checkpoint and the log."""
-        trainer, buffer = self.trainer, io.BytesIO()  # torch.save to a full disk raises no OSError
-        torch.save(trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}, buffer)
-        path = self.out / f"checkpoint_{trainer.step:06}_rank{trainer.rank}.pt"
+        rank, buffer = self.trainer.rank, io.BytesIO()  # torch.save to a full disk: no OSError
+        torch.save(self.trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}, buffer)
+        path = self.out / f"checkpoint_{self.trainer.step:06}_rank{rank}.pt"
         checkpoints.write_atomically(path, buffer.getbuffer())
-        for old in list(self.saved(self.out, trainer.rank).values())[: -self.KEEP]:
+        for old in sorted(self.out.glob(f"checkpoint_*_rank{rank}.pt"))[: -self.KEEP]:
             old.unlink()
-        if trainer.rank == 0:
+        if rank == 0:
             lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
             checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
 
     @classmethod
-    def resume(cls, out: Path, device: str, steps: int | None = None) -> Run:
-        """Continue from the newest checkpoint that every process can read; `steps` extends the run,
-        and stretches the cosine of the outer learning rate to its new end."""
-        rank, world = rank_and_world()
-        ranks = {path.name.split("_")[2] for path in out.glob("checkpoint_*_rank*.pt")}
-        if len(ranks) not in (0, world):
-            split = f"the run in {out} was split over {len(ranks)} process(es)"
-            raise ValueError(f"{split}: resume it under torchrun --nproc-per-node {len(ranks)}.")
-        paths, state = cls.saved(out, rank), None
-        for step in sorted(set.intersection(*gather(set(paths))), reverse=True):
+    def resume(cls, out: Path, device: str, **settings) -> Run:
+        """Continue from the newest checkpoint that every process can read. Of the settings only
+        `steps` may change: it stretches the cosine of the outer learning rate to the new end."""
+        (rank, world), state = rank_and_world(), None
+        names = [path.stem.split("_") for path in out.glob("checkpoint_*_rank*.pt")]
+        if names and (ranks := len({rank for _, _, rank in names})) != world:
+            split = f"the run in {out} was split over {ranks} process(es)"
+            raise ValueError(f"{split}: resume it under torchrun --nproc-per-node {ranks}.")
+        for step in sorted({step for _, step, _ in names}, reverse=True):
+            path = out / f"checkpoint_{step}_rank{rank}.pt"
             try:
-                state = checkpoints.read(paths[step])
-            except ValueError as error:
-                print(f"{error} Trying the checkpoint before it.", file=sys.stderr)
+                state = checkpoints.read(path)
+            except ValueError:  # damaged, or missing
+                print(f"{path} cannot be read: trying the one before it.", file=sys.stderr)
             if all(gather(state is not None)):
                 break
             state = None
         if state is None:
             raise FileNotFoundError(f"{out} has no checkpoint that can be read: start a new run.")
-        if state.get("recipe", {}).keys() != {field.name for field in dataclasses.fields(Recipe)}:
+        same_fields = state.get("recipe", {}).keys() == Recipe.__dataclass_fields__.keys()
+        if not same_fields or "tensors" not in state:
             made = f"the run in {out} was made by other code ({state.get('commit')})"
             raise ValueError(f"{made}: resume it with that code, or start a new run.")
-        r = Recipe(**state["recipe"])
+        for name, value in settings.items():
+            if name == "steps" and value <= state["step"]:
+                raise ValueError(f"the run is at step {state['step']}: give a larger --steps.")
+            if name != "steps" and value != state["recipe"][name]:
+                raise ValueError(f"a resumed run keeps its {name}: only --steps can change.")
+        r = Recipe(**state["recipe"] | settings)
         run = cls(Trainer(r, new_lo(r, device)), out)
         run.trainer.load_state_dict(state)
         for name in cls.HISTORY:
             setattr(run, name, state[name])
-        if steps is not None:
-            if steps <= run.trainer.step:
-                raise ValueError(f"the run is at step {run.trainer.step}: give a larger --steps.")
-            run.trainer.recipe = dataclasses.replace(r, steps=steps)
-            run.command += f" && {shlex.join(['python', *sys.argv])}"
+        run.command += f" && {shlex.join(['python', *sys.argv])}" if "steps" in settings else ""
         return run
 
     def train(self, minutes: float) -> None:
@@ -396,12 +363,12 @@ class Run:
 
         Ctrl-C stops after the current step, with a checkpoint.
         """
-        trainer, steps, interrupts = self.trainer, self.trainer.recipe.steps, []
+        trainer, r, first = self.trainer, self.trainer.recipe, self.trainer.step
+        interrupts, stop, saved = [], False, time.monotonic()
         before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        first, stop, saved, name = trainer.step, False, time.monotonic(), trainer.recipe.name
+        bar = tqdm(total=r.steps, initial=first, desc=r.name, unit="step", disable=trainer.rank > 0)
         try:
-            bar = tqdm(total=steps, initial=first, desc=name, unit="step", disable=trainer.rank > 0)
-            while trainer.step < steps and not stop:
+            while trainer.step < r.steps and not stop:
                 start = time.monotonic()
                 self.rows.append(trainer.advance())
                 now = time.monotonic()
@@ -412,43 +379,39 @@ class Run:
                     bar.write(self.forecast(now - start))
                 flags = gather((bool(interrupts), now - saved >= 60 * minutes))
                 stop, due = map(any, zip(*flags, strict=True))
-                if stop or due or trainer.step == steps:
+                if stop or due or trainer.step == r.steps:
                     self.save()
                     saved = now
         finally:
             bar.close()
             signal.signal(signal.SIGINT, before)
-        if trainer.step < steps:
+        if trainer.step < r.steps:
             raise KeyboardInterrupt
         if trainer.rank == 0:
-            about = {"recipe": dataclasses.asdict(trainer.recipe), "command": self.command}
+            about = {"recipe": dataclasses.asdict(r), "command": self.command}
             about |= {"commit": self.commit, "minutes": self.seconds / 60}
             about["meta_loss"] = fmean(row["meta_loss"] for row in self.rows[-20:])
             mulo.save(trainer.result(), self.out / "lo.pt", **about)
 
     def forecast(self, seconds: float) -> str:
-        """Time of the first outer step, and an estimate for the rest of the run."""
-        steps = self.trainer.recipe.steps - self.trainer.step
+        """The time and memory of the first outer step, and the hours that the rest will take."""
+        steps, device = self.trainer.recipe.steps - self.trainer.step, self.trainer.phi.device
         text = f"{seconds:.2g} s per outer step, {steps * seconds / 3600:.2g} h for {steps:,} more"
-        memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0
-        return f"{text}, peak memory {memory:.1f} GiB." if memory else f"{text}."
-
-
-# ---------------------------------------------------------------- the comparison at the end
+        if device.type == "cuda":
+            text += f", peak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB"
+        return f"{text}."
 
 
 def compare(run: Run, device: str) -> str:
-    """Compare the result with tuned baselines; saves a picture and returns sentences.
-
-    Baselines without tuned values for these tasks are tuned first (learning rates only).
-    """
+    """Train nets of the widest task, and 8 times wider ones, with the result and with baselines,
+    whose learning rates are tuned if results/tuned has none. Saves a picture, returns sentences."""
     r, results, tuned = run.trainer.recipe, Results(run.out, device), {}
+    task = max(run.trainer.tasks, key=lambda task: task.width)
     for name in BASELINES:
-        tuning = Tuning(name, f"{r.kind}_w{max(r.widths)}_d{r.depth}", r.unroll)
+        tuning = Tuning(name, task.name, r.unroll)
         tuned[name] = best(*tuning.key()) or tuning.run(device)
     mine = dataclasses.replace(contender(str(run.out / "lo.pt")), name=r.name)
-    contenders = [mine, Contender("untrained", mine.rules, new_lo(r)), *map(contender, tuned)]
-    labels = [r.name, "untrained", *(f"tuned {label}" for label in BASELINES.values())]
+    untrained = Contender("untrained", mine.rules, new_lo(r))
     fig = Figure(figsize=(13.2, 3.6), layout="constrained")
     ax, *axes = fig.subplots(1, 3)
     meta = torch.tensor([row["meta_loss"] for row in run.rows])
@@ -457,17 +420,20 @@ def compare(run: Run, device: str) -> str:
     ax.plot(range(len(meta) - len(smooth), len(meta)), smooth, "k")
     ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
     lines = [f"Meta-loss {smooth[0]:.3f} -> {smooth[-1]:.3f} in {run.seconds / 60:.1f} minutes."]
-    for ax, width, nets in zip(axes, (max(r.widths), 8 * max(r.widths)), (3, 1), strict=True):
-        task, seeds = f"{r.kind}_w{width}_d{r.depth}", tuple(range(9001, 9001 + nets))
-        jobs = [Job(c, task, r.unroll, seeds=seeds, values=tuned.get(c.name)) for c in contenders]
-        results.run(jobs, f"comparison at width {width}")
-        curves = [results.losses(job) for job in jobs]  # (windows of the run, nets) each
-        final = []
-        for losses, label in zip(curves, labels, strict=True):
+    for ax, width, seeds in zip(axes, (task.width, 8 * task.width), (3, 1), strict=True):
+        name = f"{task.kind}_w{width}" + task.name.removeprefix(f"{task.kind}_w{task.width}")
+        options = {"steps": r.unroll, "seeds": range(9001, 9001 + seeds)}
+        jobs = {c.name: Job(c, name, **options) for c in (mine, untrained)}
+        for k, label in BASELINES.items():
+            jobs[f"tuned {label}"] = Job(contender(k), name, **options, values=tuned[k])
+        results.run(jobs.values(), f"comparison at width {width}")
+        curves = {label: results.losses(job) for label, job in jobs.items()}  # (windows, seeds)
+        for label, losses in curves.items():
             ax.plot(torch.linspace(0, r.unroll, len(losses) + 1)[1:], losses.mean(1), label=label)
-            final.append(f"{label} {training.final_loss(losses).mean():.4g}")
-        ax.set(xlabel="step", ylabel="loss", title=task, ylim=(0, 1.1 * float(curves[0][0].mean())))
+        top = 1.1 * float(curves[r.name][0].mean())
+        ax.set(xlabel="step", ylabel="loss", title=name, ylim=(0, top))
         ax.legend()
+        final = (f"{k} {training.final_loss(x).mean():.4g}" for k, x in curves.items())
         lines.append(f"Final loss at width {width}: {', '.join(final)}.")
     checkpoints.write_atomically(run.out / "picture.png", lambda f: fig.savefig(f, dpi=120))
     lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
@@ -477,55 +443,41 @@ def compare(run: Run, device: str) -> str:
 # ---------------------------------------------------------------- the command
 
 
-def start_processes(device: str) -> str:
-    """Return the device for --device. Under torchrun, join the other processes: one GPU each."""
-    device, sentence = kernels.pick_device(device)
-    if os.environ.get("RANK", "0") == "0":
-        print(sentence)
+def parse_args(**defaults) -> argparse.Namespace:
+    about = "Meta-train a learned optimizer by PES."
+    parser = argparse.ArgumentParser(usage="%(prog)s [recipe] [flags]", description=about)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--out", type=Path, help="folder (default: runs/<recipe>_<scale>_seed<N>)")
+    either.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
+    parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
+    every = "minutes between checkpoints (default: 10; 0: after every outer step)"
+    parser.add_argument("--checkpoint-every", type=float, default=10, metavar="X", help=every)
+    skip = "skip the comparison at the end"
+    parser.add_argument("--no-picture", action="store_true", help=skip)
+    recipes.add_flags(parser)
+    parser.set_defaults(**defaults)
+    return parser.parse_args()
+
+
+def join_processes(device: str) -> str:
+    """Under torchrun, join the other processes. Returns the device of this one: a GPU each."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        if device == "cuda":
+        if device.startswith("cuda"):
             device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     return device
 
 
-def parse_args(**defaults) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [recipe] [flags]",
-        description="Meta-train a learned optimizer by PES.",
-        epilog="example: python metatrain.py lo_m --steps 200 --out runs/try",
-    )
-    add = parser.add_argument
-    add("recipe", nargs="?", help=f"{', '.join(RECIPES)} (default: mulo_m)")
-    add("--scale", choices=SCALES, help="desk (a laptop; the default) or paper")
-    add("--device", default="auto", help=kernels.DEVICE_HELP)
-    add("--out", type=Path, help="folder of the run (default: runs/<recipe>_<scale>_seed<seed>)")
-    add("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
-    add("--checkpoint-every", type=float, default=10, metavar="MINUTES",
-        help="time between checkpoints (default: 10; 0: after every step)")  # fmt: skip
-    add("--no-picture", action="store_true", help="skip the comparison at the end")
-    recipes.add_flags(parser)
-    parser.set_defaults(**defaults)
-    return parser.parse_args()
-
-
 def new_or_resumed(args: argparse.Namespace, device: str) -> Run:
-    """Start or resume a run, as the command line says."""
-    changes = recipes.changes(args)
-    if not args.resume:
-        r = recipe(args.recipe or "mulo_m", args.scale or "desk", **changes)
-        out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
-        if Run.saved(out):
-            raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
-        return Run(Trainer(r, new_lo(r, device)), out)
-    run = Run.resume(args.resume, device, changes.pop("steps", None))
-    kept = vars(run.trainer.recipe) | {"out": args.resume}
-    changes |= {"name": args.recipe, "scale": args.scale, "out": args.out}
-    for name, value in changes.items():
-        if value not in (None, kept[name]):
-            raise ValueError(f"a resumed run keeps its {name}: only --steps can change.")
-    return run
+    settings = recipes.settings(args)
+    if args.resume:
+        return Run.resume(args.resume, device, **settings)
+    r = recipe(**{"name": "mulo_m"} | settings)
+    out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
+    if any(out.glob("checkpoint_*.pt")):
+        raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
+    return Run(Trainer(r, new_lo(r, device)), out)
 
 
 def main(**defaults) -> None:
@@ -533,19 +485,25 @@ def main(**defaults) -> None:
     args, run = parse_args(**defaults), None
     training.keep_freed_memory()
     try:
-        device = start_processes(args.device)
+        args.device, sentence = kernels.pick_device(args.device)
+        device = join_processes(args.device)
         run = new_or_resumed(args, device)
-        if device == "cpu" and run.trainer.recipe.scale == "desk":
+        trainer = run.trainer
+        if device == "cpu" and trainer.recipe.scale == "desk":
             torch.set_num_threads(1)  # tensors are so small that threads slow it down
-        if run.trainer.rank == 0:
-            print(f"Backend: {run.trainer.particles[0][0].opt.backend}.")
+        if trainer.rank == 0:
+            print(f"{sentence} Backend: {trainer.particles[0].opt.backend}.")
         run.train(args.checkpoint_every)
-        if run.trainer.rank == 0:
+        if trainer.rank == 0:
             optimizer = f"The optimizer is {run.out / 'lo.pt'}."
             print(optimizer if args.no_picture else compare(run, device))
     except KeyboardInterrupt:
-        step = run.trainer.step if run else 0
-        sys.exit(f"stopped at step {step}" + (f": to continue, --resume {run.out}" if step else ""))
+        if not (run and run.rows):
+            sys.exit("metatrain.py: stopped before the first outer step ended.")
+        world, flags = run.trainer.world, ["--resume", str(run.out), "--device", args.device]
+        launcher = f"torchrun --nproc-per-node {world}" if world > 1 else "python"
+        command = f"{launcher} {shlex.join([sys.argv[0], *flags])}"
+        sys.exit(f"metatrain.py: stopped at step {run.trainer.step}. To continue: {command}")
     except torch.OutOfMemoryError:
         sys.exit("metatrain.py: out of memory: use a smaller --micro-batch.")
     except (ValueError, OSError, FloatingPointError) as error:

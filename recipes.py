@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 
 import torch
 
@@ -70,19 +71,12 @@ class Recipe:
     tf32: bool = flag(False, "compute the nets' (not the optimizer's) matrix products in TF32")
 
     def __post_init__(self):
-        counts = ("pairs", "micro_batch", "unroll", "shortest", "truncation", "steps", "batch_size")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}.")
-        for name in ("sigma", "lr", "lr_end", "clip"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}.")
-        if min(self.widths, default=0) < 1 or self.warmup < 0:
-            raise ValueError(
-                f"widths must be 1 or more, warmup 0 or more, not {self.widths} and {self.warmup}."
-            )
-        if not 0 <= self.seed < 10**9:
-            raise ValueError(f"seed must be between 0 and 999,999,999, not {self.seed}.")
+        positive = "pairs micro_batch unroll shortest truncation steps batch_size sigma lr lr_end"
+        for name in (*positive.split(), "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
+        if min(self.widths, default=0) < 1 or min(self.warmup, self.seed) < 0:
+            raise ValueError("widths must be 1 or more, warmup and seed 0 or more.")
         if self.shortest > self.unroll:
             raise ValueError(f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it.")
         if self.backend not in kernels.BACKENDS:
@@ -112,14 +106,8 @@ DESK_VELO = {  # a bank of 256 as in the authors' VeLO: the MLPs of a small bank
     "anneal": 0.0,
 }  # fmt: skip
 DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: with 0.001, SP nets diverge from the start
-RECIPES = {
-    "mulo_s": {},
-    "mulo_m": {},
-    "muvelo_m": VELO,
-    "lo_s": SP,
-    "lo_m": SP,
-    "velo_m": VELO | SP,
-}
+RECIPES = {"mulo_s": {}, "mulo_m": {}, "muvelo_m": VELO, "lo_s": SP, "lo_m": SP}
+RECIPES["velo_m"] = VELO | SP
 
 
 def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
@@ -149,35 +137,36 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
     """The learned optimizer that a run starts from."""
     names = {field.name for field in dataclasses.fields(mulo.LOConfig)}
     config = {k: v for k, v in vars(r).items() if k in names} | {"input_base": r.input_base or None}
-    if r.net == "velo":
-        net = mulo.VeLO
-    else:
-        net, config["t_max"] = mulo.SmallFC, float(r.unroll)
-    return net(mulo.LOConfig(**config), torch.Generator().manual_seed(r.seed)).to(device)
+    config["t_max"] = float(r.unroll) if r.net == "small_fc" else None
+    generator = torch.Generator().manual_seed(r.seed)
+    return mulo.NETS[r.net](mulo.LOConfig(**config), generator).to(device)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each `flag` of Recipe; --help shows mulo_m's values at both scales."""
+    """Add the recipe's name, its scale, and a flag for each `flag` of Recipe."""
+    unset = {"default": argparse.SUPPRESS}  # then `settings` has only what was given
+    names, scales = f"{', '.join(RECIPES)} (default: mulo_m)", "desk (the default) or paper"
+    parser.add_argument("name", nargs="?", metavar="recipe", help=names, **unset)
+    parser.add_argument("--scale", choices=SCALES, help=scales, **unset)
     group = parser.add_argument_group("settings of the recipe (in brackets: mulo_m's)")
     at_scale = [vars(recipe("mulo_m", scale)) for scale in SCALES]
     for field in dataclasses.fields(Recipe):
         if text := field.metadata.get("help"):
-            several = isinstance(field.default, tuple)
-            kind = type(field.default) if not several else type((*field.default, "")[0])
+            several, default = isinstance(field.default, tuple), field.default
+            kind = type((*default, "")[0] if several else default)
             options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
+            options = {"action": "store_true"} if kind is bool else options
             options |= {"nargs": "+"} if several else {}
-            options = {"action": "store_true", "default": None} if kind is bool else options
             desk, paper = (str(fields[field.name]).strip("()") for fields in at_scale)
             shown = desk if desk == paper else f"desk: {desk}; paper: {paper}"
-            name = f"--{field.name.replace('_', '-')}"
-            group.add_argument(name, help=f"{text} ({shown or 'none'})", **options)
+            flag = f"--{field.name.replace('_', '-')}"
+            group.add_argument(flag, help=f"{text} ({shown or 'none'})", **options, **unset)
 
 
-def changes(args: argparse.Namespace) -> dict:
+def settings(args: argparse.Namespace) -> dict:
     """The settings given on the command line, for `recipe`."""
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe) if f.metadata}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    return {k: v for k, v in given.items() if v is not None}
+    given = {k: v for k, v in vars(args).items() if k in Recipe.__dataclass_fields__}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
 
 
 if __name__ == "__main__":

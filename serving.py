@@ -7,11 +7,9 @@
 two. State is kept in the graphs' memory layout: a step transposes only parameters and gradients.
 VeLO's LSTM stays in torch, because its loss features suffer from cancellation in float32.
 
-onnxruntime broadcasts inputs, accepts empty tensors, and falls back to the CPU silently if it
-cannot use CUDA, so `Session` checks its inputs and its device. On CUDA there is one session per
-shape, so that all sizes are constants, and one stream; the host syncs only in the checks of every
-100th step. A session keeps 512 to 1,024 bytes per parameter of the tensors in its call. If a node
-has no CUDA kernel, onnxruntime logs a warning about Memcpy nodes.
+On CUDA there is one session per shape, so that all sizes are constants, and one stream; the host
+syncs only in the checks of every 100th step. A session keeps 512 to 1,024 bytes per parameter of
+the tensors in its call.
 """
 
 from __future__ import annotations
@@ -35,16 +33,6 @@ MAX_BATCH_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-def why_no_cuda() -> str:
-    """The reason onnxruntime could not load its CUDA provider (it only logs the reason)."""
-    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
-        try:
-            onnxruntime.register_execution_provider_library("CUDA", str(file))
-        except Exception as error:  # of many types, none of them public
-            return str(error)
-    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
-
-
 @functools.cache
 def stream_on(device: torch.device) -> torch.cuda.Stream:
     """onnxruntime treats stream 0, torch's default, as "no stream", so use another one."""
@@ -52,7 +40,11 @@ def stream_on(device: torch.device) -> torch.cuda.Stream:
 
 
 class Session:
-    """One exported ONNX graph on the CPU or on CUDA: tensors by name in, new tensors out."""
+    """One exported ONNX graph on the CPU or on CUDA: tensors by name in, new tensors out.
+
+    onnxruntime broadcasts inputs, accepts empty tensors, and falls back to the CPU silently if it
+    cannot use CUDA, so a session checks its inputs and its device.
+    """
 
     def __init__(
         self,
@@ -65,14 +57,14 @@ class Session:
         if self.device.type not in PROVIDERS:
             raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
-        if self.device.type == "cpu":
-            options.log_severity_level = 4  # errors are raised; on CUDA, warnings help
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores for torch
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
-        provider, settings = PROVIDERS[self.device.type], {}
-        if self.device.type == "cuda":  # TF32 has 10 bits of mantissa; by default the arena doubles
+        settings = {}
+        if self.device.type == "cpu":
+            options.log_severity_level = 4  # errors are raised; on CUDA, warnings help
+        else:  # TF32 has 10 bits of mantissa; by default the arena doubles
             settings = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
             if torch.cuda.is_available():  # else opening the session fails
                 self.stream = stream_on(self.device)
@@ -81,7 +73,7 @@ class Session:
                 settings["user_compute_stream"] = str(self.stream.cuda_stream)
             self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         with self.current_device_kept():
-            self.session = self.open(graph, options, provider, settings)
+            self.session = self.open(graph, options, (PROVIDERS[self.device.type], settings))
         text = self.session.get_modelmeta().custom_metadata_map.get("mulo", "")
         export.read_config(text, "the graph" if isinstance(graph, bytes) else graph)
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}
@@ -92,14 +84,15 @@ class Session:
         """onnxruntime changes the thread's current CUDA device; this restores it."""
         return torch.cuda.device(self.device) if self.stream else contextlib.nullcontext()
 
-    def open(self, graph, options, provider: str, settings: dict[str, str]):
+    def open(self, graph, options, provider: tuple[str, dict[str, str]]):
         """Return an onnxruntime.InferenceSession, or raise with onnxruntime's reason."""
         try:
-            arguments = graph, options, [(provider, settings)]
+            arguments = graph, options, [provider]
             session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
-            if session.get_providers()[0] == provider:
+            if session.get_providers()[0] == provider[0]:
                 return session
-            reason = why_no_cuda()
+            providers = ", ".join(onnxruntime.get_available_providers())
+            reason = f"its log says why; its providers are {providers}"
         except RuntimeError as error:  # CUDA has no driver or no GPU
             reason = str(error)
         cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
@@ -113,18 +106,14 @@ class Session:
         sizes = dict(self.sizes)
         for name, x in inputs.items():
             shape = self.inputs[name]
-            for d, size in zip(shape, x.shape, strict=False):
-                if isinstance(d, str):
-                    sizes.setdefault(d, size)
+            pairs = zip(shape, x.shape, strict=False)
+            sizes = {d: n for d, n in pairs if isinstance(d, str)} | sizes
             fits = tuple(x.shape) == tuple(sizes.get(d, d) for d in shape) and x.numel()
             right_kind = x.dtype == torch.float32 and x.device == self.device
             if not (fits and right_kind and x.is_contiguous()):
                 wanted = f"contiguous float32 on {self.device}, not empty and {shape} with {sizes}"
                 given = f"{x.dtype} on {x.device}, {tuple(x.shape)}"
                 raise ValueError(f"{name} must be {wanted}, not {given}.")
-        if sizes.get("m", 0) > sizes.get("n", 0):
-            order = f"m = {sizes['m']} exceeds n = {sizes['n']}"
-            raise ValueError(f"{order}: transpose, so that the largest axis is last.")
         return sizes
 
     def run(self, inputs: dict[str, Tensor], inplace: Iterable[str] = ()) -> dict[str, Tensor]:

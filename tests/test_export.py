@@ -43,7 +43,8 @@ def verify(folder):
 @cache
 def open_graph(folder, kind, suffix):
     name = f"mulo_m.{suffix}" if suffix == "ts" else f"mulo_m.{kind}.{suffix}"
-    return export.open_graphs(folder / name)[kind]
+    with warnings.catch_warnings(action="ignore"):
+        return export.open_graphs(folder / name, KINDS)[kind]
 
 
 def test_every_file_is_written_and_checked(exported):
@@ -186,20 +187,6 @@ def test_long_sums_and_extreme_gradients(exported, name):
     assert error(Session(exported / f"mulo_m.{kind}.onnx").run, lo, kind, x) <= 3e-6
 
 
-def test_means_over_many_rows_and_columns(exported):
-    """More than 2048 of both, odd and even: r and c against float64."""
-    config, session = mulo.load("mulo_m").config, Session(exported / "mulo_m.tensor.onnx")
-    rates = features.rates_of(mulo.stacked(mulo.load("mulo_m"))).rc.double()
-    for m, n in ((2049, 2052), (2056, 2057)):
-        x = inputs_of(config, "tensor", b=1, e=1, m=m, n=n)
-        x["g"] = torch.full_like(x["g"], 0.01)
-        new = session.run(x)
-        for name in "rc":
-            old = x[name].double()
-            right = old + rates.view(1, 3, 1, 1, 1) * (x["g"][0, 0, 0, 0].double() ** 2 - old)
-            torch.testing.assert_close(new[f"new_{name}"].double(), right, rtol=1e-6, atol=0)
-
-
 SIZE_OPS = {"Shape", "Size", "Range", "ConstantOfShape"}
 
 
@@ -231,19 +218,13 @@ def test_state_may_be_overwritten(exported, velo, kind):
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "pt2", "ts"])
-def test_a_tall_matrix_gets_no_wrong_update(exported, suffix):
-    """m > n: all NaN. m = n: as it should be."""
-    run = open_graph(exported, "tensor", suffix)
-    config = mulo.load("mulo_m").config
+def test_bad_inputs_give_what_the_contract_says(exported, suffix):
+    """m > n: all NaN. Bad entries of g count as 0; one of p makes its new_p NaN, nothing else."""
+    run, config = open_graph(exported, "tensor", suffix), mulo.load("mulo_m").config
     for m, right in ((5, False), (4, True), (3, True)):
         new = run(*inputs_of(config, "tensor", b=2, e=1, m=m, n=4).values())[0]
         assert new.isfinite().all() if right else new.isnan().all()
-
-
-@pytest.mark.parametrize("suffix", ["onnx", "pt2", "ts"])
-def test_bad_entries_are_what_the_json_says(exported, suffix):
-    run = open_graph(exported, "tensor", suffix)
-    x = inputs_of(mulo.load("mulo_m").config, "tensor", b=2, e=1, m=4, n=5)
+    x = inputs_of(config, "tensor", b=2, e=1, m=4, n=5)
     x["g"][0, 0, 0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     given = run(*x.values())
     x["g"][0, 0, 0, :3] = 0
@@ -330,36 +311,6 @@ def test_mutated_weights_fail(copied, suffix, small):
         verify(copied)
 
 
-def relabel(file, text):
-    """Give an exported file another config."""
-    if file.suffix == ".onnx":
-        model = onnx.load(file)
-        model.metadata_props[0].value = text
-        onnx.save(model, file)
-        return
-    with zipfile.ZipFile(file) as archive:
-        content = {k: archive.read(k) for k in archive.namelist()}
-    with zipfile.ZipFile(file, "w") as archive:
-        for k, x in content.items():
-            archive.writestr(k, text if k.endswith("mulo.json") else x)
-
-
-@pytest.mark.parametrize("suffix", ["onnx", "ts"])
-def test_foreign_files_and_other_versions(copied, suffix):
-    file = copied / ("mulo_m.ts" if suffix == "ts" else f"mulo_m.vector.{suffix}")
-    config = json.loads((copied / "mulo_m.json").read_text())
-    relabel(file, json.dumps(config))
-    export.open_graphs(file)
-    for text, message in (
-        ("", "was not written by export.py"),
-        ('{"a": 1}', "was not written by export.py"),
-        ('{"format": "mulo-export", "version": 1}', "has format version 1, this code reads 3"),
-    ):
-        relabel(file, text)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            export.open_graphs(file)
-
-
 def test_sidecars_that_are_not_in_order(copied, small, complaint):
     path = copied / "mulo_m.json"
     good = json.loads(path.read_text())
@@ -367,7 +318,7 @@ def test_sidecars_that_are_not_in_order(copied, small, complaint):
     path.write_text(json.dumps(good | {"features": ["g"]}))
     assert "does not describe mulo_m.pt" in complaint(export, "--verify", copied)
     path.write_text(json.dumps(good | {"version": 1}))
-    assert "has format version 1, this code reads 3: export the optimizer again." in complaint(
+    assert "version 1, this code reads 3 of mulo-export: exp" in complaint(
         export, "--verify", copied
     )
     path.write_text(json.dumps(good))

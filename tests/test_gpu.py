@@ -114,7 +114,7 @@ def test_an_inner_step_of_meta_training_does_not_sync(name, backend, images):
     with Gpu() as gpu:
         trainer = metatrain.Trainer(r, metatrain.new_lo(r, "meta"))
         trainer.advance()
-        for group in trainer.particles[0]:
+        for group in trainer.particles:
             group.length += 1000  # no restart: those are rare
         gpu.clear()
         trainer.advance()

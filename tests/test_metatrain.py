@@ -26,35 +26,50 @@ from mulo.metatrain import Particles, Run, Trainer, pes_gradient, unflatten
 from mulo.recipes import new_lo, recipe
 
 ROOT = Path(__file__).parents[1]
-CASES = ["noreset", "first", "last", "mixed"]
 
 
-def flat(z, prefix, names, pairs=True):
+def flat(z, prefix, names="ab", pairs=True):
     """The arrays prefix/name of a golden file side by side, (n, D), or (D,) for a gradient."""
     parts = [torch.tensor(z[f"{prefix}/{name}"]) for name in names]
     return torch.cat([x.reshape(len(x), -1) if pairs else x.reshape(-1) for x in parts], -1)
 
 
-def masked(delta, mask):
-    """Differences for `pes_gradient`, where every step counts: the reference leaves out the step at
-    which an unroll ends, so the others get its weight."""
-    return torch.where(mask, delta, 0) * len(mask) / mask.sum(0)
+def losses(z, case, k=...):
+    """delta and began of a golden case. In `pes_gradient` every step counts; the reference leaves
+    out the step at which an unroll ends, so the others get its weight."""
+    p_loss, n_loss, mask, done = (
+        torch.tensor(z[f"{case}{name}"][k]) for name in ("p_loss", "n_loss", "mask", "is_done")
+    )
+    return (p_loss - n_loss) * mask * len(mask) / mask.sum(0), done.cumsum(0) > 0
 
 
 @pytest.mark.parametrize("sign", ["", "_sign0.3"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["noreset", "first", "last", "mixed"])
 def test_golden_formula(case, sign):
     z = np.load(GOLDEN / "pes_formula.npz")
-    delta = torch.tensor(z[f"{case}/p_loss"] - z[f"{case}/n_loss"])
-    mask = torch.tensor(z[f"{case}/mask"])
+    delta, began = losses(z, f"{case}/")
     if sign:
-        delta = (0.3 * (delta * mask).mean(0).sign()).expand_as(delta)
-    began = torch.tensor(z[f"{case}/is_done"]).cumsum(0) > 0
-    eps, xi = (flat(z, f"{case}/{k}", "ab") for k in ("eps", "acc_before"))
-    grad, new_xi = pes_gradient(masked(delta, mask), began, eps, xi, float(z["cfg/std"]))
-    expected = flat(z, f"{case}{sign}/grad", "ab", pairs=False)
+        mask = torch.tensor(z[f"{case}/mask"])
+        delta = 0.3 * delta.mean(0).sign() * mask * len(mask) / mask.sum(0)
+    eps, xi = (flat(z, f"{case}/{k}") for k in ("eps", "acc_before"))
+    grad, new_xi = pes_gradient(delta, began, eps, xi, float(z["cfg/std"]))
+    expected = flat(z, f"{case}{sign}/grad", pairs=False)
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
-    torch.testing.assert_close(new_xi, flat(z, f"{case}{sign}/acc_after", "ab"))
+    torch.testing.assert_close(new_xi, flat(z, f"{case}{sign}/acc_after"))
+
+
+def test_golden_quadratic():
+    """Five truncations of the reference on a quadratic; xi is carried from one to the next."""
+    z = np.load(GOLDEN / "pes_quadratic.npz")
+    parts = [torch.tensor(z[f"acc_before/{k}"][0]) for k in ("drift", "log_lr")]
+    xi = torch.cat([parts[0], parts[1][:, None]], 1)
+    for call in range(5):
+        drift, log_lr = (torch.tensor(z[f"eps/{k}"][call]) for k in ("drift", "log_lr"))
+        eps = torch.cat([drift, log_lr[:, None]], 1)
+        grad, xi = pes_gradient(*losses(z, "", call), eps, xi, float(z["cfg/std"]))
+        expected = [*z["grad/drift"][call], z["grad/log_lr"][call]]
+        np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(xi[:, :3], z["acc_after/drift"][call], rtol=1e-5)
 
 
 def test_a_bad_pair_is_left_out():
@@ -62,7 +77,7 @@ def test_a_bad_pair_is_left_out():
     z = np.load(GOLDEN / "pes_formula.npz")
     delta = torch.tensor(z["nan/p_loss"] - z["nan/n_loss"])
     began = torch.tensor(z["nan/is_done"]).cumsum(0) > 0
-    eps, xi = (flat(z, f"nan/{k}", "ab") for k in ("eps", "acc_before"))
+    eps, xi = (flat(z, f"nan/{k}") for k in ("eps", "acc_before"))
     good = delta.isfinite().all(0)
     assert 0 < good.sum() < len(good)
     grad, _ = pes_gradient(delta, began, eps, xi, 0.01)
@@ -71,81 +86,28 @@ def test_a_bad_pair_is_left_out():
     assert grad.isfinite().all()
 
 
-def test_golden_quadratic():
-    """The reference's whole schedule on a quadratic: own trajectories, resets, masks, gradients."""
-    z = np.load(GOLDEN / "pes_quadratic.npz")
-    h, x0 = torch.tensor(z["cfg/h"]), torch.tensor(z["cfg/x0"])
-    x = [torch.tensor(z["x_pos_before"][0]), torch.tensor(z["x_neg_before"][0])]  # (n, 3)
-    inner, done = torch.tensor(z["inner_step_before"][0]), torch.tensor(z["is_done_before"][0])
-    xi = torch.cat(
-        [torch.tensor(z["acc_before/drift"][0]), torch.tensor(z["acc_before/log_lr"][0])[:, None]],
-        1,
-    )
-    for call in range(len(z["data"])):
-        eps = torch.cat(
-            [torch.tensor(z["eps/drift"][call]), torch.tensor(z["eps/log_lr"][call])[:, None]], 1
-        )
-        theta = torch.cat(
-            [torch.tensor(z["theta/drift"][call]), torch.tensor(z["theta/log_lr"][call])[None]]
-        )
-        deltas, masks, dones = [], [], []
-        for data in torch.tensor(z["data"][call]):
-            mask, losses = ~done, []
-            for side, sign in enumerate((1, -1)):
-                phi = theta + sign * eps  # (n, 4)
-                losses.append(0.5 * (h * (x[side] - data) ** 2).sum(-1) * mask)
-                moved = x[side] - phi[:, 3:].exp() * (h * (x[side] - data) + phi[:, :3])
-                x[side] = torch.where(mask[:, None], moved, x0)
-            inner = torch.where(mask, inner + 1, 0)
-            done = mask & (inner >= int(z["cfg/total_length"]))
-            deltas.append(losses[0] - losses[1])
-            masks.append(mask)
-            dones.append(done)
-        np.testing.assert_array_equal(torch.stack(masks), z["mask"][call])
-        np.testing.assert_array_equal(torch.stack(dones), z["is_done"][call])
-        began = torch.stack(dones).cumsum(0) > 0
-        delta = masked(torch.stack(deltas), torch.stack(masks))
-        grad, xi = pes_gradient(delta, began, eps, xi, float(z["cfg/std"]))
-        np.testing.assert_allclose(grad[:3], z["grad/drift"][call], rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(grad[3], z["grad/log_lr"][call], rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(xi[:, :3], z["acc_after/drift"][call], rtol=1e-5)
-
-
-def quadratic_unrolls(n, length, truncation, sigma, seed, carry=True):
-    """PES on x <- x - exp(phi) x, loss x^2, over whole unrolls from x = 1; the mean gradient."""
-    gen = torch.Generator().manual_seed(seed)
-    phi = torch.tensor(-2.0, dtype=torch.float64)
-    x, xi = torch.ones(2, n, dtype=torch.float64), torch.zeros(n, 1, dtype=torch.float64)
-    grads = []
-    for _ in range(length // truncation):
-        eps = sigma * torch.randn(n, 1, generator=gen, dtype=torch.float64)
-        rate = torch.stack([(phi + eps[:, 0]).exp(), (phi - eps[:, 0]).exp()])
-        deltas = []
-        for _ in range(truncation):
-            deltas.append(x[0] ** 2 - x[1] ** 2)
-            x = x * (1 - rate)
-        delta = torch.stack(deltas)
-        no = torch.zeros_like(delta, dtype=torch.bool)
-        grad, xi = pes_gradient(delta, no, eps, xi if carry else 0 * xi, sigma)
-        grads.append(grad)
-    return torch.stack(grads).mean()
-
-
-def analytic(length):
-    """d/dphi of the mean over t of (1 - e^phi)^(2t)."""
+@pytest.mark.parametrize("carry", [True, False])
+def test_unbiased_on_a_quadratic(carry):
+    """x <- x - exp(phi) x, loss x^2, over whole unrolls from x = 1. The estimate meets the analytic
+    meta-gradient; truncated ES, without xi, does not."""
+    n, length, truncation, sigma = 400_000, 20, 4, 0.01
+    gen, grads = torch.Generator().manual_seed(0), []
     phi = torch.tensor(-2.0, dtype=torch.float64, requires_grad=True)
     t = torch.arange(length, dtype=torch.float64)
-    (1 - phi.exp()).pow(2 * t).mean().backward()
-    return float(phi.grad)
-
-
-def test_unbiased_on_a_quadratic():
-    """The estimate meets the analytic meta-gradient; truncated ES, without xi, does not."""
-    expected = analytic(20)
-    pes = float(quadratic_unrolls(400_000, 20, 4, 0.01, 0))
-    assert pes == pytest.approx(expected, rel=0.03)
-    es = float(quadratic_unrolls(400_000, 20, 4, 0.01, 0, carry=False))
-    assert abs(es - expected) > 0.2 * abs(expected)
+    (1 - phi.exp()).pow(2 * t).mean().backward()  # the loss at step t is (1 - e^phi)^(2t)
+    x, xi = torch.ones(2, n, dtype=torch.float64), torch.zeros(n, 1, dtype=torch.float64)
+    for _ in range(length // truncation):
+        eps = sigma * torch.randn(n, 1, generator=gen, dtype=torch.float64)
+        rate = (phi.detach() + torch.stack([eps[:, 0], -eps[:, 0]])).exp()
+        delta = []
+        for _ in range(truncation):
+            delta.append(x[0] ** 2 - x[1] ** 2)
+            x = x * (1 - rate)
+        began = torch.zeros(truncation, n, dtype=torch.bool)
+        grad, xi = pes_gradient(torch.stack(delta), began, eps, xi if carry else 0 * xi, sigma)
+        grads.append(grad)
+    off = abs(float(torch.stack(grads).mean() / phi.grad) - 1)
+    assert off < 0.03 if carry else off > 0.2
 
 
 TINY = {
@@ -163,7 +125,7 @@ def trainer_of(name="mulo_m", **changes):
 def test_halves_of_a_pair_share_all_but_phi(name):
     """With (almost) no perturbation both halves stay equal, through resets."""
     trainer = trainer_of(name, sigma=1e-30)
-    [particles] = trainer.particles[0]
+    particles = trainer.particles[0]
     n, seen = 4, []
     for _ in range(6):
         delta, began, eps, *_ = particles.truncation(trainer.phi.detach())
@@ -179,7 +141,7 @@ def test_halves_of_a_pair_share_all_but_phi(name):
 
 def test_unrolls_begin_desynchronised_and_last_as_told():
     trainer = trainer_of(pairs=8, unroll=60, shortest=20, truncation=1)
-    [particles] = trainer.particles[0]
+    particles = trainer.particles[0]
     lengths, ends = [], []
     for _ in range(150):
         before = particles.t.clone()
@@ -195,7 +157,7 @@ def test_unrolls_begin_desynchronised_and_last_as_told():
 
 def test_divergence_restarts_the_pair_and_spares_the_others():
     trainer = trainer_of(unroll=100, shortest=100, pairs=2)
-    [particles] = trainer.particles[0]
+    particles = trainer.particles[0]
     particles.truncation(trainer.phi.detach())
     particles.t[:], particles.length[:] = 5, 100
     particles.theta["layers.0.weight"][0] = float("nan")
@@ -210,7 +172,7 @@ def test_divergence_restarts_the_pair_and_spares_the_others():
 
 def test_micro_batches_change_nothing():
     whole, split = trainer_of("velo_m", micro_batch=4), trainer_of("velo_m", micro_batch=1)
-    assert [len(groups) for groups in split.particles] == [4, 4]
+    assert [len(trainer.particles) for trainer in (whole, split)] == [2, 8]
     for _ in range(3):
         a, b = whole.advance(), split.advance()
         assert a["meta_loss"] == pytest.approx(b["meta_loss"], rel=1e-5)
@@ -244,7 +206,7 @@ def test_diverged_nets_are_counted_and_stop_a_run():
 
 def test_losses_are_clipped(monkeypatch):
     trainer = trainer_of(pairs=2)
-    [particles] = trainer.particles[0]
+    particles = trainer.particles[0]
     given = torch.tensor([float("nan"), 50.0, 1.0, -1.0])
     monkeypatch.setattr(particles, "inner_step", lambda weights: given)
     delta, _, _, loss, gone = particles.truncation(trainer.phi.detach())
@@ -262,50 +224,36 @@ def test_losses_are_clipped_at_the_tasks_bound(monkeypatch):
     assert [task.loss_bound for task in trainer.tasks] == [0.75, 0.75]
     losses = [trainer.advance()["meta_loss"] for _ in range(3)]
     assert all(0.3 < loss < 0.75 for loss in losses)
-    [particles] = trainer.particles[0]
+    particles = trainer.particles[0]
     particles.theta["0.weight"][0] = float("nan")
     particles.t[:], particles.length[:] = 0, 100
-    delta = particles.truncation(trainer.phi.detach()).delta
+    delta, *_ = particles.truncation(trainer.phi.detach())
     assert 0 < float(delta[0, 0]) <= 0.75
 
 
 def test_gradients_by_independent_bookkeeping():
     """Each step's difference times the sum of the perturbations since that net's own t = 0."""
     trainer = trainer_of(pairs=3, micro_batch=2, truncation=5)
-    n, T = 3, 5
-    history = [[[] for _ in range(n)] for _ in trainer.tasks]  # perturbations of running unrolls
-    grads = []
-    original = Particles.truncation
+    history = {x: [[] for _ in x.generators] for x in trainer.particles}  # of running unrolls
+    grads, original = [], Particles.truncation
 
     def spy(particles, phi):
-        before = particles.t.clone()
-        out = original(particles, phi)
-        k, first = next(
-            (k, sum(len(p.t) for p in groups[: groups.index(particles)]))
-            for k, groups in enumerate(trainer.particles)
-            if particles in groups
-        )
-        delta, began, eps = out[:3]
-        for j in range(len(before)):
-            mine, total = history[k][first + j], 0.0
-            for t in range(T):
-                new = bool(began[t, j])
-                sum_eps = eps[j] + (0 if new else sum(mine, torch.zeros_like(eps[j])))
-                total = total + delta[t, j] * sum_eps / T
-            mine[:] = [eps[j]] if bool(began[-1, j]) else [*mine, eps[j]]
+        delta, began, eps, *rest = original(particles, phi)
+        for j, mine in enumerate(history[particles]):
+            before, total = sum(mine, torch.zeros_like(eps[j])), 0.0
+            for t in range(5):
+                total = total + delta[t, j] * (eps[j] + (0 if began[t, j] else before)) / 5
+            mine[:] = [eps[j]] if began[-1, j] else [*mine, eps[j]]
             grads.append(total / (2 * trainer.recipe.sigma**2))
-        return out
+        return delta, began, eps, *rest
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Particles, "truncation", spy)
         for _ in range(8):
             grads.clear()
-            row = trainer.advance()
-            expected = torch.stack(grads).mean(0)
-            scale = min(1.0, 1 / row["grad_norm"])
-            torch.testing.assert_close(
-                trainer.phi.grad, scale * expected, rtol=1e-3, atol=1e-4 * float(scale)
-            )
+            scale = min(1.0, 1 / trainer.advance()["grad_norm"])
+            expected = scale * torch.stack(grads).mean(0)
+            torch.testing.assert_close(trainer.phi.grad, expected, rtol=1e-3, atol=1e-4 * scale)
             assert float(trainer.phi.grad.norm()) <= 1.0001
 
 
@@ -320,7 +268,7 @@ def test_the_cosine_drives_some_pairs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.Learned, "step", spy)
         trainer = trainer_of(cosine=0.5)
-        [particles] = trainer.particles[0]
+        particles = trainer.particles[0]
         particles.truncation(trainer.phi.detach())
     n, lr = len(particles.t), rates[-1].flatten()
     share = (particles.t - 1) / particles.length
@@ -353,7 +301,7 @@ def test_schedule_of_the_rate():
 
 def test_a_restart_leaves_nothing_of_the_old_unroll():
     trainer = trainer_of("muvelo_m", unroll=50, shortest=10)
-    [particles] = trainer.particles[0]
+    particles = trainer.particles[0]
     particles.truncation(trainer.phi.detach())
     weights = unflatten(trainer.phi.detach().expand(8, -1), trainer.lo)
     particles.restart(torch.tensor([False, True, False, False]), weights)
@@ -377,10 +325,9 @@ def test_a_run_may_move_to_another_device(name):
     other = Trainer(trainer.recipe, new_lo(trainer.recipe, "meta"))
     other.load_state_dict(trainer.state_dict())
     assert other.step == 1
-    for group in (group for groups in other.particles for group in groups):
-        held = tree_leaves((group.theta, group.state, group.xi))
-        assert {x.device.type for x in held} == {"meta"}
-        assert group.t.device.type == group.length.device.type == "cpu"
+    for x in other.particles:
+        assert {y.device.type for y in tree_leaves((x.theta, x.state, x.xi))} == {"meta"}
+        assert x.t.device.type == x.length.device.type == "cpu"
 
 
 @pytest.mark.parametrize("name", ["mulo_m", "muvelo_m", "lo_m"])
@@ -401,7 +348,7 @@ def test_three_outer_steps_as_before(name):
 def test_a_run_of_other_features_is_refused():
     """A checkpoint of a network of another size, as when a feature was added since."""
     trainer = trainer_of()
-    with pytest.raises(ValueError, match=r"tensors do not fit: features, or fashion8_mlp_w8_d3, w"):
+    with pytest.raises(ValueError, match="its tensors do not fit: features or tasks have changed"):
         trainer.load_state_dict(trainer_of(hidden_size=5).state_dict())
     assert trainer.step == 0
 
@@ -501,7 +448,8 @@ def test_ctrl_c_stops_between_steps(whole, tmp_path, complaint, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "advance", interrupted)
         output = complaint(metatrain, *command(out, minutes=100))
-    assert output.endswith(f"stopped at step 3: to continue, --resume {out}")
+    command_line = f"python mulo.metatrain.py --resume {out} --device cpu"
+    assert output.endswith(f"stopped at step 3. To continue: {command_line}")
     assert [f.name for f in out.glob("checkpoint_*.pt")] == ["checkpoint_000003_rank0.pt"]
     Run.resume(out, "cpu").train(minutes=0)
     assert finished_run(out)[0] == finished_run(whole)[0]
@@ -553,8 +501,8 @@ def test_a_run_that_breaks_down_keeps_good_checkpoints(tmp_path, monkeypatch):
     run = new_run(tmp_path)
     estimate, trainer = run.trainer.estimate, run.trainer
 
-    def broken(groups):
-        grad, *rest = estimate(groups)
+    def broken(task):
+        grad, *rest = estimate(task)
         return grad * (float("nan") if trainer.step == 3 else 1), *rest
 
     monkeypatch.setattr(trainer, "estimate", broken)
@@ -569,7 +517,7 @@ def test_a_run_that_breaks_down_keeps_good_checkpoints(tmp_path, monkeypatch):
 def test_the_end_of_a_run(whole):
     """The device and backend, what it will take; a picture, and a comparison with tuned Adam."""
     output = (whole / "output.txt").read_text()
-    assert re.search(r"Device: \w+.*\.\nBackend: \w+\.\n", output)
+    assert re.search(r"Device: \w+.*\. Backend: \w+\.\n", output)
     assert re.search(r"[\d.e-]+ s per outer step, [\d.e-]+ h for 5 more\.", output)
     for width in (16, 128):
         losses = r"mulo_m [\d.]+, untrained [\d.]+, tuned AdamW [\d.]+, tuned μAdam [\d.]+\."
@@ -620,7 +568,7 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
     )
     for flags, reason in (
         (["--resume", other], "was made by other code"),
-        (["--pairs", 0], "pairs must be 1 or more"),
+        (["--pairs", 0], "pairs must be above 0, not 0"),
         (["--device", "foo"], "device 'foo'"),
         (["--kind", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp, in64_mlp,"),
         (["--eps", "none"], "eps='none' is unknown: use one of"),
@@ -630,7 +578,7 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
         (["--resume", whole, "--pairs", 9], "a resumed run keeps its pairs: only --steps can chan"),
         (["--resume", whole, "--steps", 6], "is at step 6: give a larger --steps"),
         (["lo_m", "--resume", whole], "a resumed run keeps its name"),
-        (["--resume", whole, "--out", other], "a resumed run keeps its out"),
+        (["--resume", whole, "--out", other], "--out: not allowed with argument --resume"),
         (["--resume", tmp_path / "none"], "has no checkpoint that can be read"),
     ):
         assert reason in complaint(metatrain, *flags)

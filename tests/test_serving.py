@@ -6,11 +6,11 @@ import functools
 import json
 import math
 import pickle
-import re
 import shutil
 from functools import partial
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -42,8 +42,6 @@ def test_inputs_are_checked(exported):
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
             session.run(good | change)
-    with pytest.raises(ValueError, match="m = 5 exceeds n = 3: transpose"):
-        session.run(inputs_of(config, "tensor", b=2, e=1, m=5, n=3))
     with pytest.raises(ValueError, match=r"\['c'\] are missing or unknown"):
         session.run({k: v for k, v in good.items() if k != "c"})
     with pytest.raises(ValueError, match="p must be contiguous float32 on cpu, not empty"):
@@ -53,20 +51,16 @@ def test_inputs_are_checked(exported):
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests the error where there is no CUDA, and it is here"
 )
-def test_cuda_is_not_taken_for_granted(exported, capfd):
-    """The error quotes onnxruntime's log, or names its providers."""
+def test_cuda_is_not_taken_for_granted(exported):
+    """The error names the providers that there are."""
     for make in (
         partial(Session, exported / "mulo_m.vector.onnx"),
         partial(OrtMuLO, [nn.Parameter(torch.ones(3))], exported),
     ):
-        with pytest.raises(RuntimeError, match="install onnxruntime-gpu with its") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"CUDA here \(.*ExecutionPro.*\): install onnxruntim"
+        ):
             make(device="cuda")
-        [reason] = re.findall(r"cannot run on CUDA here \((.*)\): install", str(caught.value))
-        if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-            assert len(reason) > 40
-            assert reason in capfd.readouterr().err
-        else:
-            assert reason == "its providers are " + ", ".join(onnxruntime.get_available_providers())
 
 
 def test_cuda_that_fails_as_it_starts_is_quoted(exported, monkeypatch):
@@ -190,6 +184,10 @@ def test_other_devices_are_refused(exported):
 
 def test_optimizer_refuses_files_that_do_not_fit(copied):
     params = [nn.Parameter(torch.ones(3))]
+    model = onnx.load(copied / "mulo_m.vector.onnx")
+    model.metadata_props[0].value = '{"a": 1}'
+    with pytest.raises(ValueError, match="the graph has format version None, this code reads 3"):
+        Session(model.SerializeToString())
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
     with pytest.raises(ValueError, match="is damaged or does not belong to its"):
         OrtMuLO(params, copied)
