@@ -93,6 +93,27 @@ def send(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
+@contextlib.contextmanager
+def float32_products(gpu: str | None = None):
+    """Multiply matrices in float32, whatever the caller set for the model: bf16, TF32 or autocast.
+    gpu="ieee" includes convolutions on GPUs; gpu="tf32" allows TF32 for both."""
+    backends = {torch.backends.cuda.matmul: gpu or "ieee", torch.backends.mkldnn.matmul: "ieee"}
+    backends |= {torch.backends.cudnn.conv: gpu} if gpu else {}
+    before = {x: x.fp32_precision for x in backends}
+    changed = [x for x in backends if before[x].replace("none", "ieee") != backends[x]]
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            for x in changed:
+                x.fp32_precision = backends[x]
+            yield
+        finally:
+            for x in changed:
+                x.fp32_precision = before[x]
+
+
 def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
     """Append size-1 axes until x has `ndim`: a per-tensor value then broadcasts over the tensor."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if isinstance(x, Tensor) else x

@@ -102,6 +102,7 @@ class Weights:
         self.packed = kernels.pack(config, phi, self.rates) if backend == "kernel" else None
 
 
+@features.float32_products()
 def advance_(
     config: LOConfig,
     backend: str,  # "kernel", "folded" or "literal"

@@ -199,6 +199,7 @@ def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
     return weights, (h @ phi["alpha_w"] + phi["alpha_b"].unsqueeze(-2)).squeeze(-1)
 
 
+@features.float32_products()
 def generate(
     config: LOConfig,
     phi: Phi,

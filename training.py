@@ -37,14 +37,9 @@ def gradients(
 ) -> tuple[Tensor, Theta]:
     """The loss of every net, (P,), and its gradients; `tf32` allows TF32 products on a GPU."""
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if tf32 else precision)
-    try:
-        with torch.enable_grad():
-            losses = task.losses(theta, batch)
-            grads = torch.autograd.grad(losses.sum(), list(theta.values()))
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with torch.enable_grad(), features.float32_products("tf32" if tf32 else "ieee"):
+        losses = task.losses(theta, batch)
+        grads = torch.autograd.grad(losses.sum(), list(theta.values()))
     return losses.detach(), dict(zip(theta, grads, strict=True))
 
 

@@ -123,6 +123,7 @@ def random_weights(config, gen: torch.Generator, *lead: int) -> Phi:
 
 
 @torch.no_grad()
+@features.float32_products()
 def self_check(config, device: torch.device) -> float:
     """The largest difference from `folded` after two steps, relative to the largest update."""
     config = dataclasses.replace(config, lam1=1.0, lam2=0.1)
