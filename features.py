@@ -226,12 +226,21 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 def rates_of(phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    zero = phi["w0"].new_zeros(1, 1)
+    if "momentum_decays" not in phi:
+        return fixed_rates(phi["w0"].dtype, phi["w0"].device)
     return Rates(
-        mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
-        mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),
-        mixing_rate(phi.get("adafactor_decays", zero), BETA_RC, clip=True),
+        mixing_rate(phi["momentum_decays"], BETA_M, clip=False),
+        mixing_rate(phi["rms_decays"], BETA_V, clip=True),
+        mixing_rate(phi["adafactor_decays"], BETA_RC, clip=True),
     )
+
+
+@functools.cache
+def fixed_rates(dtype: torch.dtype, device: torch.device) -> Rates:
+    with torch.inference_mode(False):
+        zero = torch.zeros(1, 1, dtype=dtype, device=device)
+        names = "momentum_decays", "rms_decays", "adafactor_decays"
+        return rates_of(dict.fromkeys(names, zero))
 
 
 def accumulate(acc: Accumulators, g: Tensor, dims: Dims, rates: Rates, eps: Eps) -> Accumulators:
@@ -406,11 +415,13 @@ def unpack_loss_buffer(x: Tensor) -> LossBuffer:
     return LossBuffer(x[..., :10], x[..., 10:20], x[..., 20])
 
 
+@functools.cache
 def loss_decays(num_steps: int, bugged: bool, device: torch.device | str | None = None) -> Tensor:
     """The decays of the 10 means: time constants from 10 steps to num_steps (all 10 if bugged)."""
     top = 1.0 if bugged else math.log10(num_steps)
-    time_constants = 10 ** torch.linspace(1, top, 10, dtype=torch.float32, device=device)
-    return torch.exp(-1 / time_constants)
+    with torch.inference_mode(False):
+        time_constants = 10 ** torch.linspace(1, top, 10, dtype=torch.float32, device=device)
+        return torch.exp(-1 / time_constants)
 
 
 def loss_features(
@@ -447,9 +458,9 @@ def mean_square(p: Tensor) -> Tensor:
     return mean_all(wide(p).flatten(1).square())
 
 
-def param_scale(p: Tensor) -> Tensor:
-    """RMS of each tensor, (S,), by which VeLO multiplies its updates."""
-    return (mean_square(p) + 1e-9).sqrt()
+def param_scale(mean_square: Tensor) -> Tensor:
+    """RMS of each tensor, by which VeLO multiplies its updates."""
+    return (mean_square + 1e-9).sqrt()
 
 
 def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -458,22 +469,32 @@ def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean_all((x - mean.unsqueeze(-1)).square_()), mean
 
 
-def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None) -> Tensor:
-    """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (S, 12).
+def moments(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
+    """The mean of p^2, the means of M_1..M_3 and V, and their variances, (S, 9)."""
+    parts = [var_mean(x) for x in (*M.flatten(2).unbind(1), V.flatten(1))]  # saves memory
+    var, mean = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 4)
+    return torch.cat([mean_square(p).unsqueeze(-1), mean, var], -1)
 
-    They use the accumulators of the previous step. As in the paper and the reference, var_rms
-    subtracts m_k, the mean of the *momentum*: mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
+
+def ranks_of(shapes: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """The number of axes longer than 1 of each of T tensors, (T,)."""
+    ranks = tuple(float(sum(n > 1 for n in shape)) for shape in shapes)
+    return constant(ranks, torch.float32, device)
+
+
+def tensor_features(moments: Tensor, rank: Tensor) -> Tensor:
+    """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) from moments (..., 9): (..., 12).
+
+    Moments are those after the previous step; rank, (...), is from `ranks_of`. As in the paper and
+    the reference, var_rms subtracts m_k, the mean of the *momentum*:
+    mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
     """
-    inv_rms = mean_square(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
-    parts = [var_mean(x) for x in M.flatten(2).unbind(1)]  # one by one: less memory
-    var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
-    var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))
-    var_rms = (var_V + (mean_V - mean_M).square()) * inv_rms.square()
-    if rank is None:  # number of axes longer than 1; passed if p is flattened
-        rank = sum(n > 1 for n in p.shape[1:])
-    one_hot = (torch.arange(5, device=p.device) == rank).to(inv_rms.dtype)  # all 0 above rank 4
-    mean_rms, var_mom = squash(mean_V * inv_rms), squash(var_M * inv_rms.square())
-    return torch.cat([mean_rms, one_hot.expand(p.shape[0], 5), var_mom, squash(var_rms)], -1)
+    ms, mean_M, mean_V, var_M, var_V = moments.split([1, 3, 1, 3, 1], -1)
+    inv_rms = ms.clamp_min(1e-9).rsqrt()  # 1 / RMS(W), (..., 1)
+    variances = torch.cat([var_M, var_V + (mean_V - mean_M).square()], -1) * inv_rms.square()
+    x = squash(torch.cat([mean_V * inv_rms, variances], -1))  # (..., 7)
+    one_hot = torch.arange(5, device=x.device) == rank.unsqueeze(-1)  # all 0 above rank 4
+    return torch.cat([x[..., :1], one_hot.to(x.dtype).expand(*x.shape[:-1], 5), x[..., 1:]], -1)
 
 
 if __name__ == "__main__":

@@ -127,17 +127,19 @@ class Learned:
         self, phi: Phi, state: State, stacks: list[Stack], losses: Tensor, t: Tensor
     ) -> tuple[Weights, Tensor]:
         """VeLO: generate each tensor's MLP and alpha, (P, T), and update the LSTM in `state`."""
-        x_tensor = [features.tensor_features(x.p, x.acc.M, x.acc.V) for x in stacks]
+        moments = mulo.moments_of(self.config, self.backend, stacks)
+        ranks = features.ranks_of([x.p.shape[1:] for x in stacks], t.device)
+        x_tensor = features.tensor_features(moments, ranks)
         buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
         lstm = state["hidden"], state["cell"]
         num_steps, decays = state["num_steps"].unsqueeze(1), state["loss_decays"]
         buffer, h, cell, weights, alpha = mulo.generate(
-            self.config, phi, buffer, losses, decays, t, num_steps, torch.stack(x_tensor, 1), *lstm
+            self.config, phi, buffer, losses, decays, t, num_steps, x_tensor, *lstm
         )
         state |= {f"loss/{k}": v for k, v in buffer._asdict().items()}
         state |= {"hidden": h, "cell": cell}
         if self.config.param_scale_mult:
-            alpha = alpha * torch.stack([features.param_scale(x.p) for x in stacks], 1)
+            alpha = alpha * features.param_scale(moments[..., 0])
         return Weights(self.config, weights, self.backend), alpha
 
 

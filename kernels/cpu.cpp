@@ -540,3 +540,59 @@ extern "C" int step(const Row *table, int count, const Settings *settings, int t
     for (std::thread &other : others) other.join();
     return shared_work.bad;
 }
+
+// features.moments of each tensor, (count, 9): the mean of p^2, the means of M_1..M_3 and V, and their
+// variances. Chunks that fit in the cache are read twice, then combined in float64
+extern "C" void moments(const Row *table, int count, float *out, int threads) {
+    constexpr long CHUNK = 4096;
+    struct Part { const float *x[5]; long n; double mean[5] = {}, squares[5]; };  // of p, M and V
+    std::vector<Part> parts;
+    for (const Row *t = table; t < table + count; t++) {
+        const long size = t->A * t->X * t->B * t->Y * t->C;
+        for (long at = 0; at < size; at += CHUNK)
+            parts.push_back({{t->p + at, t->M + at, t->M + size + at, t->M + 2 * size + at, t->V + at},
+                             std::min(CHUNK, size - at)});
+    }
+    auto sum = [](const Part &part, const float *x, float mean, bool square) {
+        Vec sums[4] = {};  // hides the latency of additions
+        for (long i = 0; i < part.n; i += 4 * W)
+            for (int k = 0; k < 4 && i + k * W < part.n; k++) {
+                Lanes in{part.n - i - k * W};
+                Vec y = in.only(in.load(x + i + k * W) - mean);
+                sums[k] += square ? y * y : y;
+            }
+        return total(sums[0] + sums[1] + (sums[2] + sums[3]));
+    };
+    std::atomic<size_t> next{0};
+    auto run = [&] {
+        for (size_t i; (i = next++) < parts.size();)
+            for (int k = 0; k < 5; k++) {
+                Part &part = parts[i];
+                if (k) part.mean[k] = sum(part, part.x[k], 0, false) / part.n;
+                part.squares[k] = sum(part, part.x[k], part.mean[k], true);
+            }
+    };
+    std::vector<std::thread> others;
+    try {
+        for (int i = 1; i < std::min<long>(threads, parts.size() / 16); i++) others.emplace_back(run);
+    } catch (const std::system_error &) {
+    }
+    run();
+    for (std::thread &other : others) other.join();
+    const Part *part = parts.data();
+    for (const Row *t = table; t < table + count; t++, out += 9) {
+        const double size = t->A * t->X * t->B * t->Y * t->C;
+        const Part *end = part + long((size + CHUNK - 1) / CHUNK);
+        for (int k = 0; k < 5; k++) {
+            double mean = 0, squares = 0;
+            for (const Part *i = part; i < end; i++) mean += i->mean[k] * i->n / size;
+            for (const Part *i = part; i < end; i++) {
+                double d = i->mean[k] - mean;
+                squares += i->squares[k] + i->n * d * d;
+            }
+            out[k ? 4 + k : 0] = squares / size;
+            if (k) out[k] = mean;
+        }
+        part = end;
+    }
+}
