@@ -435,12 +435,12 @@ def loss_features(
     twice the largest mean so far, and ignored if it is not finite. The features are 0 for the first
     two steps. Float32, as in the reference, so that 1 - decay^n loses the same digits.
     """
-    finite = loss.isfinite().unsqueeze(-1)
+    finite = (loss.abs() < math.inf).unsqueeze(-1)
     n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
     largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
     means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
-    n = torch.where(finite, n, n - 1)
+    n = buffer.count.unsqueeze(-1) + finite
     ema = means / (1 - decay**n)
     low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1

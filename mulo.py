@@ -265,6 +265,10 @@ class MuLO(torch.optim.Optimizer):
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
     ) -> Tensor | float | None:
         """Update every parameter that has a gradient; return the loss, if one was passed."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "MuLO.step cannot be captured in a CUDA graph: capture forward and backward only."
+            )
         if closure is not None:
             if loss is not None or not callable(closure):
                 raise TypeError("step takes a closure or the loss: write step(loss=loss).")

@@ -274,13 +274,15 @@ def batches(
     data, generators: list[torch.Generator], size: int, copies: int = 1
 ) -> tuple[Tensor, ...]:
     """A batch per generator, repeated for every copy: (copies * len(generators), size, ...)."""
+    if isinstance(data, datasets.Images | datasets.Tokens):  # copies indices, not examples
+        return data.take(torch.cat([datasets.draw(len(data), generators, size)] * copies))
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
 def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
     """A callback for `train`, and the list of its records, one per probed step: for each layer, the
     standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
-    x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
+    x = task.data(device=device).batch([torch.Generator().manual_seed(123)], 64)[0][0]
     first, records = {}, []
 
     def callback(t: int, theta: Theta) -> None:

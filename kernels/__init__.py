@@ -24,6 +24,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import warnings
 from itertools import pairwise
@@ -104,6 +105,9 @@ def refusal(config, device: torch.device) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # whatever is wrong with the kernel, "auto" must work
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if isinstance(problem, subprocess.CalledProcessError) and not header.exists():
+            return "Triton compiles a C module and needs Python.h: install python3-dev"
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
     if error <= TOLERANCE:
         return None
@@ -204,10 +208,10 @@ def _table(rows: list[np.ndarray], params: list[Tensor]) -> tuple[np.ndarray, di
 
 def moments(config, rows: list[np.ndarray], params: list[Tensor]) -> Tensor:
     """features.moments of T stacks of P tensors, (P, T, 9)."""
-    table, copies = _table(rows, params)
-    result = MOMENTS[params[0].device.type](config, table.reshape(-1), params[0].device)
-    del copies  # until here the table has had their addresses
-    return result.view(*table.shape, 9).transpose(0, 1)
+    table, _copies = _table(rows, params)
+    out = torch.empty(*table.shape, 9, device=params[0].device)
+    MOMENTS[out.device.type](config, table.reshape(-1), out)
+    return out.transpose(0, 1)
 
 
 def step_(
@@ -254,26 +258,20 @@ def launch_gpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) ->
     return gpu.step_(config, table.reshape(-1), values.mT.flatten(1))
 
 
-def moments_cpu(config, table: np.ndarray, device: torch.device) -> Tensor:
-    out = torch.empty(table.size, 9)
+def moments_cpu(config, table: np.ndarray, out: Tensor) -> None:
     shape = config.hidden_size, config.hidden_layers, config.num_features
-    args = table.ctypes, table.size, out.numpy().ctypes, torch.get_num_threads()
-    library(*shape).moments(*args)
-    return out
+    threads = torch.get_num_threads()
+    library(*shape).moments(table.ctypes, table.size, out.numpy().ctypes, threads)
 
 
-def moments_gpu(config, table: np.ndarray, device: torch.device) -> Tensor:
-    from mulo.kernels import gpu  # imports triton, which is optional
+def moments_gpu(config, table: np.ndarray, out: Tensor) -> None:
+    from mulo.kernels import gpu
 
-    return gpu.moments_of(table, device)
-
-
-def moments_meta(config, table: np.ndarray, device: torch.device) -> Tensor:
-    return torch.empty(table.size, 9, device=device)
+    gpu.moments_(config, table, out)
 
 
 LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
-MOMENTS = {"cpu": moments_cpu, "cuda": moments_gpu, "meta": moments_meta}
+MOMENTS = {"cpu": moments_cpu, "cuda": moments_gpu, "meta": lambda *args: None}
 
 
 # ---------------------------------------------------------------- building the C++

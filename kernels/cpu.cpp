@@ -541,58 +541,43 @@ extern "C" int step(const Row *table, int count, const Settings *settings, int t
     return shared_work.bad;
 }
 
-// features.moments of each tensor, (count, 9): the mean of p^2, the means of M_1..M_3 and V, and their
-// variances. Chunks that fit in the cache are read twice, then combined in float64
-extern "C" void moments(const Row *table, int count, float *out, int threads) {
-    constexpr long CHUNK = 4096;
-    struct Part { const float *x[5]; long n; double mean[5] = {}, squares[5]; };  // of p, M and V
-    std::vector<Part> parts;
-    for (const Row *t = table; t < table + count; t++) {
-        const long size = t->A * t->X * t->B * t->Y * t->C;
-        for (long at = 0; at < size; at += CHUNK)
-            parts.push_back({{t->p + at, t->M + at, t->M + size + at, t->M + 2 * size + at, t->V + at},
-                             std::min(CHUNK, size - at)});
+static double sum(const float *x, long n, float mean, bool square) {  // of x - mean, or of its squares
+    Vec sums[4] = {};  // hides the latency of additions
+    for (long i = 0, k = 0; i < n; i += W, k = (k + 1) % 4) {
+        Lanes in{n - i};
+        Vec y = in.only(in.load(x + i) - mean);
+        sums[k] += square ? y * y : y;
     }
-    auto sum = [](const Part &part, const float *x, float mean, bool square) {
-        Vec sums[4] = {};  // hides the latency of additions
-        for (long i = 0; i < part.n; i += 4 * W)
-            for (int k = 0; k < 4 && i + k * W < part.n; k++) {
-                Lanes in{part.n - i - k * W};
-                Vec y = in.only(in.load(x + i + k * W) - mean);
-                sums[k] += square ? y * y : y;
-            }
-        return total(sums[0] + sums[1] + (sums[2] + sums[3]));
-    };
-    std::atomic<size_t> next{0};
+    return total(sums[0] + sums[1] + (sums[2] + sums[3]));
+}
+
+// features.moments of each tensor, (count, 9). Chunks that fit in the cache are read twice
+extern "C" void moments(const Row *table, int count, float *out, int threads) {
+    std::atomic<int> next{0};
     auto run = [&] {
-        for (size_t i; (i = next++) < parts.size();)
-            for (int k = 0; k < 5; k++) {
-                Part &part = parts[i];
-                if (k) part.mean[k] = sum(part, part.x[k], 0, false) / part.n;
-                part.squares[k] = sum(part, part.x[k], part.mean[k], true);
+        for (int job; (job = next++) < 5 * count;) {
+            const Row &t = table[job / 5];
+            const int k = job % 5;  // p, M_1, M_2, M_3, V
+            const long size = t.A * t.X * t.B * t.Y * t.C, chunk = 4096;
+            const float *x = k == 0 ? t.p : k < 4 ? t.M + (k - 1) * size : t.V;
+            double mean = 0, squares = 0;  // of the first `at` entries; the mean of p counts as 0
+            for (long at = 0; at < size; at += chunk) {
+                const long n = std::min(chunk, size - at);
+                const double part = k ? sum(x + at, n, 0, false) / n : 0, d = part - mean;
+                squares += sum(x + at, n, part, true) + d * d * at * n / (at + n);
+                mean += d * n / (at + n);
             }
+            out[job / 5 * 9 + (k ? 4 + k : 0)] = squares / size;
+            if (k) out[job / 5 * 9 + k] = mean;
+        }
     };
     std::vector<std::thread> others;
+    double work = 0;
+    for (const Row *t = table; t < table + count; t++) work += cost(*t);
     try {
-        for (int i = 1; i < std::min<long>(threads, parts.size() / 16); i++) others.emplace_back(run);
+        for (int i = 1; i < std::min<double>(threads, work / 2.5e7); i++) others.emplace_back(run);
     } catch (const std::system_error &) {
     }
     run();
     for (std::thread &other : others) other.join();
-    const Part *part = parts.data();
-    for (const Row *t = table; t < table + count; t++, out += 9) {
-        const double size = t->A * t->X * t->B * t->Y * t->C;
-        const Part *end = part + long((size + CHUNK - 1) / CHUNK);
-        for (int k = 0; k < 5; k++) {
-            double mean = 0, squares = 0;
-            for (const Part *i = part; i < end; i++) mean += i->mean[k] * i->n / size;
-            for (const Part *i = part; i < end; i++) {
-                double d = i->mean[k] - mean;
-                squares += i->squares[k] + i->n * d * d;
-            }
-            out[k ? 4 + k : 0] = squares / size;
-            if (k) out[k] = mean;
-        }
-        part = end;
-    }
 }

@@ -54,19 +54,9 @@ PARTS, VALUES, OUT, SUMS = (tl.constexpr(k) for k in (0, 2, 4, 6))
 SQUARES, V_SUMS, FOLDED, SQUARES_N, V_SUMS_N = (tl.constexpr(k) for k in range(8, 13))
 
 Row = namedtuple("Row", "p g M V r c net A X B Y C kind t scale decay eps n plan work")
-Side = namedtuple(
-    "Side",
-    [
-        "r",  # pointer to r, or to c
-        "is_r",  # whether it is r
-        "n",  # entries
-        "length",  # along X or Y
-        "after",  # entries after that axis
-        "span",  # blocks of a program
-        "programs",  # at one batch index
-        "total",  # programs
-    ],
-)
+# r: pointer to r, or to c; n: entries; length: along X or Y; after: entries after that axis;
+# span: blocks of a program; programs: at one batch index; total: programs
+Side = namedtuple("Side", "r is_r n length after span programs total")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,8 +351,8 @@ def fold_side(row, side, k, t_max, CASE: tl.constexpr):
         e, ok = block_of(s, k, b)
         y = tl.full([N, CASE.HP], 0.0, tl.float32) + bias[None, :]
         for d in tl.static_range(6):
-            x = tl.load(place(row, VALUES + side) + (6 + d) * s.n + e, ok, 0.0)
-            y += x[:, None] * weights[d][None, :]
+            value = tl.load(place(row, VALUES + side) + (6 + d) * s.n + e, ok, 0.0)
+            y += value[:, None] * weights[d][None, :]
         tl.store(place(row, OUT + side) + e[:, None] * CASE.HP + h[None, :], y, ok[:, None])
 
 
@@ -517,7 +507,7 @@ PROGRAMS = 1024  # enough to fill a GPU; with more tiles, a program of `accumula
 @functools.lru_cache(maxsize=64)
 def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, list[tuple]]:
     """For tensors of these shapes (A, X, B, Y, C, kind, int64 each): the kernels' plan, the size of
-    `work`, and the launches: kernel, index (programs, 3) and case of each."""
+    `work`, and the launches: kernel, index (programs, 3) and case; the last two of `moments_`."""
     A, X, B, Y, C, kind = np.frombuffer(shapes, np.int64).reshape(-1, 6).T
     matrix, n = kind > 0, A * B * C * np.stack([X, Y])  # entries of the sides
     # Kernels are compiled for these; the other numbers of a config are arguments.
@@ -536,7 +526,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
         of_matrix = A * B * triton.cdiv(X, case.R) * triton.cdiv(Y * C, case.W)
         return np.where(matrix, of_matrix, triton.cdiv(Y, case.R * case.W))
 
-    means_tiles = A * B * parts.prod(0)
+    means_tiles, chunks = A * B * parts.prod(0), triton.cdiv(A * X * B * Y * C, CHUNK.value)
     tiles_each = min(8, max(1, tiles(case).sum() // PROGRAMS))  # per program
     programs = triton.cdiv(tiles(case), tiles_each)
     sizes = [*(n * parts), *(n * 12), *(n * case.HP), *(blocks * 9), programs * case.D]
@@ -563,35 +553,24 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
         (accumulate, index((programs, None, tiles_each)), case),
         (fold, index(*on_sides, (np.ones_like(A), 2, 0)), case),
         (update, index((tiles(update_case), None, 0)), update_case),
+        (moments, index((chunks, None, 0)), None),
+        (combine, index((np.ones_like(A), chunks.cumsum() - chunks, chunks)), None),
     ]
     return torch.from_numpy(plan).to(device), 4 * int(sizes.sum()), launches
 
 
-@functools.lru_cache(maxsize=64)
-def chunked(sizes: bytes, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The indices of `moments` and `combine`, for tensors of these sizes (int64)."""
-    counts = triton.cdiv(np.frombuffer(sizes, np.int64), CHUNK.value)
-    first = counts.cumsum() - counts
-    tensor = np.repeat(np.arange(len(counts)), counts)
-    k = np.arange(len(tensor)) - first[tensor]
-    indices = (tensor, k, 0 * k), (np.arange(len(counts)), first, counts)
-    return tuple(torch.from_numpy(np.stack(x, 1).astype(np.int32)).to(device) for x in indices)
-
-
-def moments_of(rows: np.ndarray, device: torch.device) -> Tensor:
-    """features.moments of the tensors of `rows`, (rows, 9)."""
-    sizes = np.prod([rows[k] for k in "AXBYC"], 0)
-    chunks, tensors = chunked(sizes.tobytes(), device)
-    words = send(torch.from_numpy(rows.view("i8").reshape(len(rows), 15)), device)
-    work, out = (torch.empty(len(x), 9, device=device) for x in (chunks, tensors))
-    with on(device):
-        moments[len(chunks),](words, chunks, work, num_warps=4)
-        combine[len(tensors),](words, tensors, work, out, num_warps=4)
-    return out
-
-
 def on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def moments_(config, rows: np.ndarray, out: Tensor) -> None:
+    """Write features.moments of the tensors of `rows` to `out`, (rows, 9)."""
+    words = rows.view("i8").reshape(len(rows), 15)
+    *_, (_, chunks, _), (_, tensors, _) = planned(words[:, 7:13].tobytes(), config, out.device)[2]
+    words, work = send(torch.from_numpy(words), out.device), out.new_empty(len(chunks), 9)
+    with on(out.device):
+        moments[len(chunks),](words, chunks, work)
+        combine[len(tensors),](words, tensors, work, out)
 
 
 def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
@@ -610,7 +589,7 @@ def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
     numbers = [float(x) for x in (config.t_max or 3e38, config.lam1, config.lam2, config.anneal)]
     more = {means: [bad], fold: numbers[:1], update: numbers}
     with on(device):
-        for kernel, index, case in launches:
+        for kernel, index, case in launches[:6]:
             arguments = *more.get(kernel, []), case
             kernel[len(index),](words, plan, index, work, *arguments, num_warps=case.warps)
     return bad

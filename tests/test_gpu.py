@@ -7,6 +7,7 @@ by the line of ours that caused them.
 import collections
 import contextlib
 import copy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mulo
-from mulo import kernels, metatrain, tasks, training
+from mulo import features, kernels, metatrain, tasks, training
 from mulo.optimizees import datasets
 
 ROOT = Path(__file__).parents[1]
@@ -108,9 +109,25 @@ def images(monkeypatch):
     monkeypatch.setattr(tasks.Task, "data", data)
 
 
+@pytest.fixture
+def triton_launches(monkeypatch):
+    """The Triton kernels are launched on the meta device too: they are counted, not run."""
+    pytest.importorskip("triton", reason="needs triton, which torch's CUDA build brings")
+    from mulo.kernels import gpu
+
+    def count(kernel, *args, grid, **kwargs):
+        launched.append(kernel.fn.__name__)
+
+    launched = []
+    monkeypatch.setattr(type(gpu.update), "run", count)
+    monkeypatch.setitem(kernels.LAUNCH, "meta", kernels.launch_gpu)
+    monkeypatch.setitem(kernels.MOMENTS, "meta", kernels.moments_gpu)
+    return launched
+
+
 @pytest.mark.parametrize("backend", ["folded", "kernel"])
 @pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
-def test_an_inner_step_of_meta_training_does_not_sync(name, backend, images):
+def test_an_inner_step_of_meta_training_does_not_sync(name, backend, images, triton_launches):
     steps = 7
     r = metatrain.recipe(name, truncation=steps, widths=(16,), pairs=2, backend=backend)
     with Gpu() as gpu:
@@ -150,6 +167,37 @@ def test_a_step_of_the_optimizer_does_not_sync(net, backend):
     assert not gpu.syncs
     most = {"folded": (500, 900), "kernel": (60, 450)}[backend][net is mulo.VeLO]
     assert gpu.kernels <= most
+
+
+def test_a_step_is_not_captured_in_a_cuda_graph(monkeypatch):
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="capture forward and backward only"):
+        mulo.MuLO([p], mulo.SmallFC()).step()
+    assert torch.equal(p, torch.ones(3))
+
+
+def test_a_missing_python_header_is_named(monkeypatch, tmp_path):
+    def fails(config, device):
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c", *500 * ["-I/usr"]])
+
+    monkeypatch.setattr(kernels, "self_check", fails)
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    reason = kernels.refusal(mulo.LOConfig(), torch.device("cuda"))
+    assert reason == "Triton compiles a C module and needs Python.h: install python3-dev"
+
+
+def test_tensors_beyond_32_bit_offsets_are_not_for_the_kernel():
+    """On a GPU they are stepped by "folded", in the same call."""
+    for shape, fits in (((2**16, 2**14), True), ((2**16, 2**15), False), ((2**25,), False)):
+        p = torch.empty(1, *shape, device="meta")
+        dims = features.factored_dims(shape)
+        assert (kernels.rows(p, features.init_accumulators(p, dims), dims) is not None) == fits
+    p = nn.Parameter(torch.empty(2**25, device="meta"))
+    p.grad = torch.empty_like(p)
+    mulo.MuLO([p], mulo.SmallFC(), backend="kernel").step()
 
 
 def test_a_step_of_adam_does_not_sync(images):
