@@ -110,7 +110,7 @@ class Graphs(nn.Module):
             dims, n_minus_m = (-2, -1), torch.ones_like(scale) * (p.shape[-1] - p.shape[-2])
             scale = torch.where(n_minus_m < 0, torch.full_like(scale, math.nan), scale)
         if self.config.param_scale_mult:
-            scale = scale * features.param_scale(p)
+            scale = scale * features.param_scale(features.mean_square(p))
         phi = dict(self.named_buffers()) | x  # VeLO's weights are in x
         acc = Accumulators(*(x[k] for k in Accumulators._fields))
         eps_scale = x.get("eps_scale", self.one)  # ONNX optimizers delete epsilons that are scalars
@@ -119,7 +119,8 @@ class Graphs(nn.Module):
         acc, new_p = folded.step(self.config, phi, acc, p, x["g"], *numbers, rates)
         if "features" not in x:
             return new_p, *acc
-        seen = features.tensor_features(new_p, acc.M, acc.V, torch.zeros((), device=p.device))
+        moments = features.moments(new_p, acc.M, acc.V)
+        seen = features.tensor_features(moments, torch.zeros((), device=p.device))
         rank = x["features"][:, 1:6]  # unchanged
         return new_p, *acc, torch.cat([seen[:, :1], rank, seen[:, 6:]], 1)
 

@@ -93,6 +93,27 @@ def send(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
+@contextlib.contextmanager
+def float32_products(gpu: str | None = None):
+    """Multiply matrices in float32, whatever the caller set for the model: bf16, TF32 or autocast.
+    gpu="ieee" includes convolutions on GPUs; gpu="tf32" allows TF32 for both."""
+    backends = {torch.backends.cuda.matmul: gpu or "ieee", torch.backends.mkldnn.matmul: "ieee"}
+    backends |= {torch.backends.cudnn.conv: gpu} if gpu else {}
+    before = {x: x.fp32_precision for x in backends}
+    changed = [x for x in backends if before[x].replace("none", "ieee") != backends[x]]
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            for x in changed:
+                x.fp32_precision = backends[x]
+            yield
+        finally:
+            for x in changed:
+                x.fp32_precision = before[x]
+
+
 def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
     """Append size-1 axes until x has `ndim`: a per-tensor value then broadcasts over the tensor."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if isinstance(x, Tensor) else x
@@ -204,12 +225,21 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 def rates_of(phi: Phi) -> Rates:
     """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    zero = phi["w0"].new_zeros(1, 1)
+    if "momentum_decays" not in phi:
+        return fixed_rates(phi["w0"].dtype, phi["w0"].device)
     return Rates(
-        mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
-        mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),
-        mixing_rate(phi.get("adafactor_decays", zero), BETA_RC, clip=True),
+        mixing_rate(phi["momentum_decays"], BETA_M, clip=False),
+        mixing_rate(phi["rms_decays"], BETA_V, clip=True),
+        mixing_rate(phi["adafactor_decays"], BETA_RC, clip=True),
     )
+
+
+@functools.cache
+def fixed_rates(dtype: torch.dtype, device: torch.device) -> Rates:
+    with torch.inference_mode(False):
+        zero = torch.zeros(1, 1, dtype=dtype, device=device)
+        names = "momentum_decays", "rms_decays", "adafactor_decays"
+        return rates_of(dict.fromkeys(names, zero))
 
 
 def accumulate(acc: Accumulators, g: Tensor, dims: Dims, rates: Rates, eps: Eps) -> Accumulators:
@@ -384,11 +414,13 @@ def unpack_loss_buffer(x: Tensor) -> LossBuffer:
     return LossBuffer(x[..., :10], x[..., 10:20], x[..., 20])
 
 
+@functools.cache
 def loss_decays(num_steps: int, bugged: bool, device: torch.device | str | None = None) -> Tensor:
     """The decays of the 10 means: time constants from 10 steps to num_steps (all 10 if bugged)."""
     top = 1.0 if bugged else math.log10(num_steps)
-    time_constants = 10 ** torch.linspace(1, top, 10, dtype=torch.float32, device=device)
-    return torch.exp(-1 / time_constants)
+    with torch.inference_mode(False):
+        time_constants = 10 ** torch.linspace(1, top, 10, dtype=torch.float32, device=device)
+        return torch.exp(-1 / time_constants)
 
 
 def loss_features(
@@ -402,12 +434,12 @@ def loss_features(
     twice the largest mean so far, and ignored if it is not finite. The features are 0 for the first
     two steps. Float32, as in the reference, so that 1 - decay^n loses the same digits.
     """
-    finite = loss.isfinite().unsqueeze(-1)
+    finite = (loss.abs() < math.inf).unsqueeze(-1)
     n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
     largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
     means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
-    n = torch.where(finite, n, n - 1)
+    n = buffer.count.unsqueeze(-1) + finite
     ema = means / (1 - decay**n)
     low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1
@@ -425,9 +457,9 @@ def mean_square(p: Tensor) -> Tensor:
     return mean_all(wide(p).flatten(1).square())
 
 
-def param_scale(p: Tensor) -> Tensor:
-    """RMS of each tensor, (S,), by which VeLO multiplies its updates."""
-    return (mean_square(p) + 1e-9).sqrt()
+def param_scale(mean_square: Tensor) -> Tensor:
+    """RMS of each tensor, by which VeLO multiplies its updates."""
+    return (mean_square + 1e-9).sqrt()
 
 
 def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -436,22 +468,32 @@ def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean_all((x - mean.unsqueeze(-1)).square_()), mean
 
 
-def tensor_features(p: Tensor, M: Tensor, V: Tensor, rank: Tensor | None = None) -> Tensor:
-    """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (S, 12).
+def moments(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
+    """The mean of p^2, the means of M_1..M_3 and V, and their variances, (S, 9)."""
+    parts = [var_mean(x) for x in (*M.flatten(2).unbind(1), V.flatten(1))]  # saves memory
+    var, mean = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 4)
+    return torch.cat([mean_square(p).unsqueeze(-1), mean, var], -1)
 
-    They use the accumulators of the previous step. As in the paper and the reference, var_rms
-    subtracts m_k, the mean of the *momentum*: mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
+
+def ranks_of(shapes: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """The number of axes longer than 1 of each of T tensors, (T,)."""
+    ranks = tuple(float(sum(n > 1 for n in shape)) for shape in shapes)
+    return constant(ranks, torch.float32, device)
+
+
+def tensor_features(moments: Tensor, rank: Tensor) -> Tensor:
+    """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) from moments (..., 9): (..., 12).
+
+    Moments are those after the previous step; rank, (...), is from `ranks_of`. As in the paper and
+    the reference, var_rms subtracts m_k, the mean of the *momentum*:
+    mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
     """
-    inv_rms = mean_square(p).clamp_min(1e-9).rsqrt().unsqueeze(-1)  # 1 / RMS(W), (S, 1)
-    parts = [var_mean(x) for x in M.flatten(2).unbind(1)]  # one by one: less memory
-    var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
-    var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))
-    var_rms = (var_V + (mean_V - mean_M).square()) * inv_rms.square()
-    if rank is None:  # number of axes longer than 1; passed if p is flattened
-        rank = sum(n > 1 for n in p.shape[1:])
-    one_hot = (torch.arange(5, device=p.device) == rank).to(inv_rms.dtype)  # all 0 above rank 4
-    mean_rms, var_mom = squash(mean_V * inv_rms), squash(var_M * inv_rms.square())
-    return torch.cat([mean_rms, one_hot.expand(p.shape[0], 5), var_mom, squash(var_rms)], -1)
+    ms, mean_M, mean_V, var_M, var_V = moments.split([1, 3, 1, 3, 1], -1)
+    inv_rms = ms.clamp_min(1e-9).rsqrt()  # 1 / RMS(W), (..., 1)
+    variances = torch.cat([var_M, var_V + (mean_V - mean_M).square()], -1) * inv_rms.square()
+    x = squash(torch.cat([mean_V * inv_rms, variances], -1))  # (..., 7)
+    one_hot = torch.arange(5, device=x.device) == rank.unsqueeze(-1)  # all 0 above rank 4
+    return torch.cat([x[..., :1], one_hot.to(x.dtype).expand(*x.shape[:-1], 5), x[..., 1:]], -1)
 
 
 if __name__ == "__main__":

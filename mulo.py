@@ -102,6 +102,7 @@ class Weights:
         self.packed = kernels.pack(config, phi, self.rates) if backend == "kernel" else None
 
 
+@features.float32_products()
 def advance_(
     config: LOConfig,
     backend: str,  # "kernel", "folded" or "literal"
@@ -135,6 +136,21 @@ def advance_(
         bad = bad + (~grads[n].isfinite()).sum() if count else bad
         torch._foreach_copy_([stacks[n].p, *stacks[n].acc], [p, *acc])
     return bad
+
+
+def moments_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
+    """features.moments of T stacks, (P, T, 9), on the first one's device: by a kernel in one pass
+    per device, else stack by stack."""
+    found, first = {}, stacks[0].p.device
+    for device in dict.fromkeys(x.p.device for x in stacks):
+        fast = [n for n, x in enumerate(stacks) if x.p.device == device and x.rows is not None]
+        if fast and kernels.choose(backend, config, device) == "kernel":
+            rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
+            found |= zip(fast, kernels.moments(config, rows, params).unbind(1), strict=True)
+    slow = {n: x for n, x in enumerate(stacks) if n not in found}
+    slow = {n: (partial(features.moments, x.p, *x.acc[:2]), x.shards) for n, x in slow.items()}
+    found |= sharded.replay(slow)
+    return torch.stack([found[n].to(first, torch.float32) for n in range(len(stacks))], 1)
 
 
 # ---------------------------------------------------------------- the Optimizer
@@ -249,6 +265,10 @@ class MuLO(torch.optim.Optimizer):
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
     ) -> Tensor | float | None:
         """Update every parameter that has a gradient; return the loss, if one was passed."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "MuLO.step cannot be captured in a CUDA graph: capture forward and backward only."
+            )
         if closure is not None:
             if loss is not None or not callable(closure):
                 raise TypeError("step takes a closure or the loss: write step(loss=loss).")
@@ -369,18 +389,13 @@ class MuLO(torch.optim.Optimizer):
         if memory is None:
             memory = features.pack_loss_buffer(features.init_loss_buffer(device=device))
         memory = features.unpack_loss_buffer(memory[None])
-        ranks = [sum(n > 1 for n in p.shape) for p, _ in params]
-        statistics = [
-            partial(features.tensor_features, x.p, x.acc.M, x.acc.V, rank)
-            for x, rank in zip(stacks, ranks, strict=True)
-        ]
-        statistics = {n: (f, stacks[n].shards) for n, f in enumerate(statistics)}
-        x_tensor = [x.float().to(device) for _, x in sorted(sharded.replay(statistics))]
-        x_tensor = torch.cat(x_tensor)
+        moments = moments_of(config, self.backend, stacks)
+        ranks = features.ranks_of([p.shape for p, _ in params], device)
+        x_tensor = features.tensor_features(moments, ranks)
         h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
         decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
         t = self._numbers([group for _, group in params], device).t
-        per_tensor = (x[None] for x in (x_tensor, h, cell))
+        per_tensor = x_tensor, h[None], cell[None]
         phi, time = self._weights_on(device), (decays, t, self.num_steps)
         memory, h, cell, phi, alpha = generate(
             config, phi, memory, loss, *time, *per_tensor, share=share
@@ -389,13 +404,11 @@ class MuLO(torch.optim.Optimizer):
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"], s["loss"] = h_k, cell_k, memory
         if config.param_scale_mult:
-            scales = {n: (partial(self._param_scale, x), x.shards) for n, x in enumerate(stacks)}
-            scales = [x.to(device, alpha.dtype) for _, x in sorted(sharded.replay(scales))]
-            alpha = alpha * torch.stack(scales, 1)
+            alpha = alpha * self._param_scale(moments[..., 0])
         return phi, alpha
 
-    def _param_scale(self, x: Stack) -> Tensor:
-        return features.param_scale(x.p)
+    def _param_scale(self, mean_square: Tensor) -> Tensor:
+        return features.param_scale(mean_square)
 
     @property
     def nonfinite(self) -> int:

@@ -162,6 +162,12 @@ def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
     return x.reshape(*shape[:-1], 2)
 
 
+def linear(phi: Phi, name: str, x: Tensor) -> Tensor:
+    """x w + b for x (P, T, n) and weights (P | 1, ...)."""
+    w, b = phi[f"{name}_w"], phi[f"{name}_b"].unsqueeze(-2)
+    return torch.baddbmm(b, x, w.expand(len(x), -1, -1))
+
+
 def lstm_step(
     phi: Phi,  # (P | 1, ...) each
     x: Tensor,  # (P, T, 30): per-tensor features
@@ -171,14 +177,11 @@ def lstm_step(
 ) -> tuple[Tensor, Tensor]:
     """One LSTM step for every tensor. Its input includes a max over all tensors of the net; `share`
     extends the max to the tensors of other processes."""
-
-    def linear(name: str, x: Tensor) -> Tensor:
-        return x @ phi[f"{name}_w"] + phi[f"{name}_b"].unsqueeze(-2)
-
-    largest = linear("mix", x).relu().amax(-2, keepdim=True)  # (P, 1, H)
-    y = linear("embed", x) + (share(largest) if share else largest)
-    i, g, f, o = linear("lstm", torch.cat([y, h], -1)).chunk(4, -1)
-    cell = torch.sigmoid(f + 1) * cell + torch.sigmoid(i) * torch.tanh(g)
+    largest = linear(phi, "mix", x).relu().amax(-2, keepdim=True)  # (P, 1, H)
+    y = linear(phi, "embed", x) + (share(largest) if share else largest)
+    i, g, f, o = linear(phi, "lstm", torch.cat([y, h], -1)).chunk(4, -1)
+    new = torch.sigmoid(i) * torch.tanh(g)
+    cell = torch.addcmul(new, torch.sigmoid(f + 1), cell)
     return torch.sigmoid(o) * torch.tanh(cell), cell
 
 
@@ -188,16 +191,17 @@ def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
     phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
     negative; the paper only calls it a learning-rate multiplier.
     """
-    control = h @ phi["controls_w"] + phi["controls_b"].unsqueeze(-2)  # (P, T, K)
-    control = control * (100 / config.param_inits)
-    weights = {}
-    for k in range(config.hidden_layers + 1):
-        for n in "wb":
-            bank = phi[f"bank_{n}{k}"]  # (P | 1, K, ...)
-            weights[f"{n}{k}"] = (control @ bank.flatten(2)).unflatten(-1, bank.shape[2:])
-    return weights, (h @ phi["alpha_w"] + phi["alpha_b"].unsqueeze(-2)).squeeze(-1)
+    control = linear(phi, "controls", h) * (100 / config.param_inits)  # (P, T, K)
+    names = [f"{n}{k}" for k in range(config.hidden_layers + 1) for n in "wb"]
+    banks = [phi[f"bank_{name}"] for name in names]  # (P | 1, K, ...)
+    parts = (control @ torch.cat([x.flatten(2) for x in banks], -1)).split(
+        [x[0, 0].numel() for x in banks], -1
+    )
+    shaped = [x.unflatten(-1, bank.shape[2:]) for x, bank in zip(parts, banks, strict=True)]
+    return dict(zip(names, shaped, strict=True)), linear(phi, "alpha", h).squeeze(-1)
 
 
+@features.float32_products()
 def generate(
     config: LOConfig,
     phi: Phi,

@@ -274,8 +274,8 @@ class OrtMuLO(MuLO):
                 a, b = old[0].squeeze(), new.squeeze()
                 a.T.copy_(b.T) if a.ndim == 2 else a.copy_(b)
 
-    def _param_scale(self, x: Stack) -> Tensor:
-        return torch.ones(1, device=self.device)  # the graph multiplies by RMS(W)
+    def _param_scale(self, mean_square: Tensor) -> Tensor:
+        return torch.ones_like(mean_square)  # the graph multiplies by RMS(W)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,9 @@ def gradients(
 ) -> tuple[Tensor, Theta]:
     """The loss of every net, (P,), and its gradients; `tf32` allows TF32 products on a GPU."""
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if tf32 else precision)
-    try:
-        with torch.enable_grad():
-            losses = task.losses(theta, batch)
-            grads = torch.autograd.grad(losses.sum(), list(theta.values()))
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with torch.enable_grad(), features.float32_products("tf32" if tf32 else "ieee"):
+        losses = task.losses(theta, batch)
+        grads = torch.autograd.grad(losses.sum(), list(theta.values()))
     return losses.detach(), dict(zip(theta, grads, strict=True))
 
 
@@ -133,17 +128,19 @@ class Learned:
         self, phi: Phi, state: State, stacks: list[Stack], losses: Tensor, t: Tensor
     ) -> tuple[Weights, Tensor]:
         """VeLO: generate each tensor's MLP and alpha, (P, T), and update the LSTM in `state`."""
-        x_tensor = [features.tensor_features(x.p, x.acc.M, x.acc.V) for x in stacks]
+        moments = mulo.moments_of(self.config, self.backend, stacks)
+        ranks = features.ranks_of([x.p.shape[1:] for x in stacks], t.device)
+        x_tensor = features.tensor_features(moments, ranks)
         buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
         lstm = state["hidden"], state["cell"]
         num_steps, decays = state["num_steps"].unsqueeze(1), state["loss_decays"]
         buffer, h, cell, weights, alpha = mulo.generate(
-            self.config, phi, buffer, losses, decays, t, num_steps, torch.stack(x_tensor, 1), *lstm
+            self.config, phi, buffer, losses, decays, t, num_steps, x_tensor, *lstm
         )
         state |= {f"loss/{k}": v for k, v in buffer._asdict().items()}
         state |= {"hidden": h, "cell": cell}
         if self.config.param_scale_mult:
-            alpha = alpha * torch.stack([features.param_scale(x.p) for x in stacks], 1)
+            alpha = alpha * features.param_scale(moments[..., 0])
         return Weights(self.config, weights, self.backend), alpha
 
 
@@ -296,13 +293,15 @@ def batches(
     data, generators: list[torch.Generator], size: int, copies: int = 1
 ) -> tuple[Tensor, ...]:
     """A batch per generator, repeated for every copy: (copies * len(generators), size, ...)."""
+    if isinstance(data, datasets.Images | datasets.Tokens):  # copies indices, not examples
+        return data.take(torch.cat([datasets.draw(len(data), generators, size)] * copies))
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
 def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
     """A callback for `train`, and the list of its records, one per probed step: for each layer, the
     standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
-    x = task.data(device=device).batch(torch.Generator().manual_seed(123), 64)[0]
+    x = task.data(device=device).batch([torch.Generator().manual_seed(123)], 64)[0][0]
     first, records = {}, []
 
     def callback(t: int, theta: Theta) -> None:

@@ -24,6 +24,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import warnings
 from itertools import pairwise
@@ -104,6 +105,9 @@ def refusal(config, device: torch.device) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # whatever is wrong with the kernel, "auto" must work
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if isinstance(problem, subprocess.CalledProcessError) and not header.exists():
+            return "Triton compiles a C module and needs Python.h: install python3-dev"
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
     if error <= TOLERANCE:
         return None
@@ -123,6 +127,7 @@ def random_weights(config, gen: torch.Generator, *lead: int) -> Phi:
 
 
 @torch.no_grad()
+@features.float32_products()
 def self_check(config, device: torch.device) -> float:
     """The largest difference from `folded` after two steps, relative to the largest update."""
     config = dataclasses.replace(config, lam1=1.0, lam2=0.1)
@@ -167,6 +172,9 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         return None
     if p.device.type != "meta" and not all(x.data_ptr() for x in (p, *acc)):
         return None  # a subclass without memory of its own, such as DTensor
+    largest = max(p.numel(), 64 * max(x.numel() for x in acc[2:]) // 3) / len(p)
+    if p.device.type != "cpu" and largest > 2**31 - 2**16:
+        return None  # offsets in kernels/gpu.py are 32-bit
     table = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
         table[name] = x.data_ptr() + 4 * x.stride(0) * np.arange(len(p))
@@ -188,6 +196,24 @@ def pack(config, phi: Phi, rates: Rates) -> Tensor:
     return torch.cat([*(x.expand(*lead, -1) for x in rates), *parts], -1)
 
 
+def _table(rows: list[np.ndarray], params: list[Tensor]) -> tuple[np.ndarray, dict[int, Tensor]]:
+    """The rows of T stacks, (T, P), and float32 copies of the parameters of other dtypes, which
+    these rows then point to."""
+    table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(len(rows), -1)
+    copies = {n: p.float() for n, p in enumerate(params) if p.dtype != torch.float32}
+    for n, p in copies.items():
+        table["p"][n] += p.data_ptr() - table["p"][n, 0]
+    return table, copies
+
+
+def moments(config, rows: list[np.ndarray], params: list[Tensor]) -> Tensor:
+    """features.moments of T stacks of P tensors, (P, T, 9)."""
+    table, _copies = _table(rows, params)
+    out = torch.empty(*table.shape, 9, device=params[0].device)
+    MOMENTS[out.device.type](config, table.reshape(-1), out)
+    return out.transpose(0, 1)
+
+
 def step_(
     config,
     rows: list[np.ndarray],  # of T stacks, from `rows`: P rows each
@@ -198,17 +224,13 @@ def step_(
     index: list[int],  # positions of the T tensors in `packed` and `numbers`
 ) -> Tensor | int:
     """Step these tensors in place; return how many gradient entries are not finite."""
-    P, T = len(numbers.t), len(grads)
-    table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(T, P)
+    table, wide = _table(rows, params)
     offsets = table["p"] - table["p"][:, :1]  # bytes from the first of P tensors
     grads = [g.contiguous() if g.dtype == torch.float32 else g.float().contiguous() for g in grads]
     table["g"] = offsets + np.array([g.data_ptr() for g in grads])[:, None]
-    wide = {n: p.float() for n, p in enumerate(params) if p.dtype != torch.float32}
-    for n, p in wide.items():
-        table["p"][n] = offsets[n] + p.data_ptr()
     by_net = packed.stride(0) if len(packed) > 1 else 0
     by_tensor = packed.stride(1) if packed.ndim == 3 else 0
-    places = by_net * np.arange(P) + by_tensor * np.array(index)[:, None]
+    places = by_net * np.arange(table.shape[1]) + by_tensor * np.array(index)[:, None]
     table["net"] = packed.data_ptr() + 4 * places
     bad = LAUNCH[packed.device.type](config, table, numbers, index)
     for n, p in wide.items():
@@ -236,7 +258,20 @@ def launch_gpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) ->
     return gpu.step_(config, table.reshape(-1), values.mT.flatten(1))
 
 
+def moments_cpu(config, table: np.ndarray, out: Tensor) -> None:
+    shape = config.hidden_size, config.hidden_layers, config.num_features
+    threads = torch.get_num_threads()
+    library(*shape).moments(table.ctypes, table.size, out.numpy().ctypes, threads)
+
+
+def moments_gpu(config, table: np.ndarray, out: Tensor) -> None:
+    from mulo.kernels import gpu
+
+    gpu.moments_(config, table, out)
+
+
 LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
+MOMENTS = {"cpu": moments_cpu, "cuda": moments_gpu, "meta": lambda *args: None}
 
 
 # ---------------------------------------------------------------- building the C++

@@ -540,3 +540,44 @@ extern "C" int step(const Row *table, int count, const Settings *settings, int t
     for (std::thread &other : others) other.join();
     return shared_work.bad;
 }
+
+static double sum(const float *x, long n, float mean, bool square) {  // of x - mean, or of its squares
+    Vec sums[4] = {};  // hides the latency of additions
+    for (long i = 0, k = 0; i < n; i += W, k = (k + 1) % 4) {
+        Lanes in{n - i};
+        Vec y = in.only(in.load(x + i) - mean);
+        sums[k] += square ? y * y : y;
+    }
+    return total(sums[0] + sums[1] + (sums[2] + sums[3]));
+}
+
+// features.moments of each tensor, (count, 9). Chunks that fit in the cache are read twice
+extern "C" void moments(const Row *table, int count, float *out, int threads) {
+    std::atomic<int> next{0};
+    auto run = [&] {
+        for (int job; (job = next++) < 5 * count;) {
+            const Row &t = table[job / 5];
+            const int k = job % 5;  // p, M_1, M_2, M_3, V
+            const long size = t.A * t.X * t.B * t.Y * t.C, chunk = 4096;
+            const float *x = k == 0 ? t.p : k < 4 ? t.M + (k - 1) * size : t.V;
+            double mean = 0, squares = 0;  // of the first `at` entries; the mean of p counts as 0
+            for (long at = 0; at < size; at += chunk) {
+                const long n = std::min(chunk, size - at);
+                const double part = k ? sum(x + at, n, 0, false) / n : 0, d = part - mean;
+                squares += sum(x + at, n, part, true) + d * d * at * n / (at + n);
+                mean += d * n / (at + n);
+            }
+            out[job / 5 * 9 + (k ? 4 + k : 0)] = squares / size;
+            if (k) out[job / 5 * 9 + k] = mean;
+        }
+    };
+    std::vector<std::thread> others;
+    double work = 0;
+    for (const Row *t = table; t < table + count; t++) work += cost(*t);
+    try {
+        for (int i = 1; i < std::min<double>(threads, work / 2.5e7); i++) others.emplace_back(run);
+    } catch (const std::system_error &) {
+    }
+    run();
+    for (std::thread &other : others) other.join();
+}

@@ -42,6 +42,8 @@ from torch import Tensor
 from mulo.features import send
 
 N = tl.constexpr(128)  # entries of a block of a side
+SIDE_PROGRAMS = tl.constexpr(512)  # most programs of a side per batch index; each sums all of them
+CHUNK = tl.constexpr(4096)  # entries of a program of `moments`
 MEANS_R, MEANS_W = tl.constexpr(32), tl.constexpr(64)  # rows and columns of a tile in `means`
 TIMESCALES = tl.constexpr((1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000))
 TINY, INFINITY = tl.constexpr(1e-28), tl.constexpr(math.inf)
@@ -52,20 +54,9 @@ PARTS, VALUES, OUT, SUMS = (tl.constexpr(k) for k in (0, 2, 4, 6))
 SQUARES, V_SUMS, FOLDED, SQUARES_N, V_SUMS_N = (tl.constexpr(k) for k in range(8, 13))
 
 Row = namedtuple("Row", "p g M V r c net A X B Y C kind t scale decay eps n plan work")
-Block = namedtuple(
-    "Block",
-    [
-        "e",  # offsets of the block's entries on its side
-        "ok",  # which of these entries exist
-        "r",  # pointer to r, or to c
-        "is_r",  # whether it is r
-        "n",  # entries of the side
-        "length",  # of the side along X or Y
-        "first",  # first block at this batch index
-        "count",  # blocks at this batch index
-        "blocks",  # blocks of the side
-    ],
-)
+# r: pointer to r, or to c; n: entries; length: along X or Y; after: entries after that axis;
+# span: blocks of a program; programs: at one batch index; total: programs
+Side = namedtuple("Side", "r is_r n length after span programs total")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +73,6 @@ class Case:
     safe_rms = property(lambda case: case.relative or case.config.eps_rms == 0)
     clip = property(lambda case: 1000.0 if case.velo else 1e15)
     shift = property(lambda case: 0.0 if case.config.spec == "paper" else 1.0)
-    t_max = property(lambda case: case.config.t_max or math.inf)
-    anneals = property(lambda case: case.t_max < math.inf and not case.velo)
     F = property(lambda case: case.config.num_features)
     D = property(lambda case: {39: 16, 30: 18, 29: 17}[case.F])  # dense features
     H = property(lambda case: case.config.hidden_size)
@@ -179,74 +168,89 @@ def means(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
 
 
 @triton.jit
-def block_of(row, side, k):
-    """Block k of a side."""
+def side_of(row, side):
     on_x, batches = side == 0, row.A * row.B * row.C
     length, after = tl.where(on_x, row.X, row.Y), tl.where(on_x, row.B * row.C, row.C)
-    count = tl.cdiv(length, N)
-    batch, i = k // count, k % count * N + tl.arange(0, N)
-    e = (batch // after * length + i) * after + batch % after
+    span = tl.cdiv(length, N * SIDE_PROGRAMS)
+    programs = tl.cdiv(length, N * span)
     is_r, n = (row.kind == 1) == on_x, (batches * length).to(tl.int64)  # a vector's is r and c
     r = tl.where(is_r, row.r, row.c).to(FLOATS)
-    return Block(e, i < length, r, is_r, n, length, batch * count, count, batches * count)
+    return Side(r, is_r, n, length, after, span, programs, batches * programs)
+
+
+@triton.jit
+def block_of(s, k, b):
+    """Offsets on the side of the entries of program k's block b, and which of them exist."""
+    batch, i = k // s.programs, (k % s.programs * s.span + b) * N + tl.arange(0, N)
+    return (batch // s.after * s.length + i) * s.after + batch % s.after, i < s.length
 
 
 @triton.jit
 def factor(rows, plan, index, work, CASE: tl.constexpr):
-    """r_d <- beta_d r_d + (1 - beta_d) mean(g^2) in a block of r (or c); also sum r_d."""
+    """r_d <- beta_d r_d + (1 - beta_d) mean(g^2) in blocks of r (or c); also sum r_d."""
     row, side, k = job(rows, plan, index, work)
-    block = block_of(row, side, k)
+    s, m, r_sums = side_of(row, side), tl.arange(0, 16), tl.zeros([4, N], tl.float32)
     count = tl.where(side == 0, tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R))
-    m, sums = tl.arange(0, 16), tl.zeros([16, N], tl.float32)
-    for first in range(0, count, 16):
-        part = place(row, PARTS + side) + (first + m)[:, None] * block.n + block.e[None, :]
-        sums += tl.load(part, (first + m < count)[:, None] & block.ok[None, :], 0.0)
-    q = tl.sum(sums, 0) / tl.where(side == 0, row.Y, row.X).to(tl.float32)
-    if not CASE.relative:
-        q += 1e-30 * row.eps
-    for d in tl.static_range(3):
-        at = d * block.n + block.e
-        r = tl.load(block.r + at, block.ok, 0.0)
-        r += tl.load(row.net + 4 + d) * (q - r)
-        tl.store(block.r + at, r, block.ok)
-        tl.store(row.c.to(FLOATS) + at, r, tl.where(row.kind == 0, block.ok, False))
-        tl.store(place(row, SUMS + side) + 9 * k + d, tl.sum(tl.where(block.ok, r, 0.0)))
+    for b in range(s.span):
+        e, ok = block_of(s, k, b)
+        sums = tl.zeros([16, N], tl.float32)
+        for first in range(0, count, 16):
+            part = place(row, PARTS + side) + (first + m)[:, None] * s.n + e[None, :]
+            sums += tl.load(part, (first + m < count)[:, None] & ok[None, :], 0.0)
+        q = tl.sum(sums, 0) / tl.where(side == 0, row.Y, row.X).to(tl.float32)
+        if not CASE.relative:
+            q += 1e-30 * row.eps
+        for d in tl.static_range(3):
+            at = d * s.n + e
+            r = tl.load(s.r + at, ok, 0.0)
+            r += tl.load(row.net + 4 + d) * (q - r)
+            tl.store(s.r + at, r, ok)
+            tl.store(row.c.to(FLOATS) + at, r, tl.where(row.kind == 0, ok, False))
+            here = (tl.arange(0, 4) == d)[:, None] & ok[None, :]
+            r_sums += tl.where(here, r[None, :], 0.0)
+    d = tl.arange(0, 4)
+    tl.store(place(row, SUMS + side) + 9 * k + d, tl.sum(r_sums, 1), d < 3)
 
 
 @triton.jit
 def sides(rows, plan, index, work, CASE: tl.constexpr):
-    """Compute four values from each r_d (or c_d) of a block: its factors in F_grad and F_mom, and
-    the features r_d and 1/sqrt(r_d) before normalisation. Also sum the features' squares."""
+    """Compute four values from each r_d (or c_d) of some blocks: its factors in F_grad and F_mom,
+    and the features r_d and 1/sqrt(r_d) before normalisation. Also sum the features' squares."""
     row, side, k = job(rows, plan, index, work)
-    block = block_of(row, side, k)
-    sums, count, n = place(row, SUMS + side) + 9 * block.first, block.count, block.length
+    s = side_of(row, side)
+    sums = place(row, SUMS + side)
+    means, count, n = sums + 9 * (k // s.programs * s.programs), s.programs, s.length
     if CASE.relative:  # the mean of all of r, else along the axis of the block
         side_r = tl.where(row.kind == 1, 0, 1)
-        whole = block_of(row, side_r, 0)
-        sums, count, n = place(row, SUMS + side_r), whole.blocks, whole.n.to(tl.int32)
+        whole = side_of(row, side_r)
+        means, count, n = place(row, SUMS + side_r), whole.total, whole.n.to(tl.int32)
     for d in tl.static_range(3):
-        r = tl.load(block.r + d * block.n + block.e, block.ok, 0.0)
-        mean = total(sums + d, count, 9) / n.to(tl.float32)
-        if CASE.relative:
-            by = at_least(r, safe(mean, 1e-8))
-            x, y = r / safe(mean, 1.0), tl.rsqrt(r + safe(mean, 1e-2))
-            by = tl.rsqrt(tl.where(block.is_r & (row.kind > 0), at_least(x, 1e-8), by))
-            by_M = by
-        else:
-            by = tl.where(block.is_r, r / (mean + 1e-9 * row.eps), r)
-            by = tl.where(row.kind == 0, r + 1e-9 * row.eps, by)
-            by = tl.rsqrt(at_least(by, 1e-9 * row.eps))
-            by_M = tl.rsqrt(at_least(r, NORMAL) if CASE.velo else r + 1e-6 * row.eps)
-            by_M = tl.where(row.kind == 0, by_M, by)
-            x, y = r, tl.rsqrt(r + 1e-8 * row.eps)
-        values = place(row, VALUES + side) + d * block.n + block.e
-        tl.store(values, by, block.ok)
-        tl.store(values + 3 * block.n, by_M, block.ok)
-        tl.store(values + 6 * block.n, x, block.ok)
-        tl.store(values + 9 * block.n, y, block.ok)
-        squares = place(row, SUMS + side) + 9 * k + 3 + d
-        tl.store(squares, tl.sum(x * x))  # x is 0 outside
-        tl.store(squares + 3, tl.sum(tl.where(block.ok, y * y, 0.0)))
+        mean = total(means + d, count, 9) / n.to(tl.float32)
+        x_squares, y_squares = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
+        for b in range(s.span):
+            e, ok = block_of(s, k, b)
+            r = tl.load(s.r + d * s.n + e, ok, 0.0)
+            if CASE.relative:
+                by = at_least(r, safe(mean, 1e-8))
+                x, y = r / safe(mean, 1.0), tl.rsqrt(r + safe(mean, 1e-2))
+                by = tl.rsqrt(tl.where(s.is_r & (row.kind > 0), at_least(x, 1e-8), by))
+                by_M = by
+            else:
+                by = tl.where(s.is_r, r / (mean + 1e-9 * row.eps), r)
+                by = tl.where(row.kind == 0, r + 1e-9 * row.eps, by)
+                by = tl.rsqrt(at_least(by, 1e-9 * row.eps))
+                by_M = tl.rsqrt(at_least(r, NORMAL) if CASE.velo else r + 1e-6 * row.eps)
+                by_M = tl.where(row.kind == 0, by_M, by)
+                x, y = r, tl.rsqrt(r + 1e-8 * row.eps)
+            values = place(row, VALUES + side) + d * s.n + e
+            tl.store(values, by, ok)
+            tl.store(values + 3 * s.n, by_M, ok)
+            tl.store(values + 6 * s.n, x, ok)
+            tl.store(values + 9 * s.n, y, ok)
+            x_squares += x * x  # x is 0 outside
+            y_squares += tl.where(ok, y * y, 0.0)
+        tl.store(sums + 9 * k + 3 + d, tl.sum(x_squares))
+        tl.store(sums + 9 * k + 6 + d, tl.sum(y_squares))
     if CASE.relative:
         if (side == 1) & (k == 0):
             V_sum = total(place(row, V_SUMS), tl.load(row.plan + V_SUMS_N), 1)
@@ -324,26 +328,32 @@ def accumulate(rows, plan, index, work, CASE: tl.constexpr):
 
 
 @triton.jit
-def fold_side(row, side, k, CASE: tl.constexpr):
-    """The features of r (or c) in a block times their rows of W0; r's block adds b0 and time."""
-    block, h = block_of(row, side, k), tl.arange(0, CASE.HP)
-    w0, ok, vector = row.net + 7 + h, h < CASE.H, row.kind == 0
-    bias = tl.load(w0 + CASE.F * CASE.H, ok, 0.0)
+def fold_side(row, side, k, t_max, CASE: tl.constexpr):
+    """The features of r (or c) in blocks times their rows of W0; those of r add b0 and time."""
+    s, h = side_of(row, side), tl.arange(0, CASE.HP)
+    w0, ok_h, vector = row.net + 7 + h, h < CASE.H, row.kind == 0
+    bias = tl.load(w0 + CASE.F * CASE.H, ok_h, 0.0)
     if not CASE.velo:
         for d in tl.static_range(11):
-            x = tl.minimum(row.t, CASE.t_max) / TIMESCALES[d] - CASE.shift
+            x = tl.minimum(row.t, t_max) / TIMESCALES[d] - CASE.shift
             tanh = 1 - 2 / (tl.exp(2 * x) + 1)
-            bias += tanh * tl.load(w0 + (28 + d) * CASE.H, ok, 0.0)
-    y = tl.full([N, CASE.HP], 0.0, tl.float32) + tl.where(block.is_r, bias, 0.0)[None, :]
-    w0 += (CASE.D - 3 + tl.where(block.is_r, 0, 3)) * CASE.H
+            bias += tanh * tl.load(w0 + (28 + d) * CASE.H, ok_h, 0.0)
+    bias = tl.where(s.is_r, bias, 0.0)
+    w0 += (CASE.D - 3 + tl.where(s.is_r, 0, 3)) * CASE.H
+    weights = ()
     for d in tl.static_range(6):  # in W0: r, c, 1/sqrt(r), 1/sqrt(c)
         w_ptr = w0 + (d + d // 3 * 3) * CASE.H
-        w = tl.load(w_ptr, ok, 0.0) + tl.load(w_ptr + 3 * CASE.H, tl.where(vector, ok, False), 0.0)
-        ms = total(place(row, SUMS + side) + 3 + d, block.blocks, 9) / block.n.to(tl.float32)
-        x = tl.load(place(row, VALUES + side) + (6 + d) * block.n + block.e, block.ok, 0.0)
-        y += x[:, None] * (w * inverse_rms(ms, row.eps, CASE))[None, :]
-    out = place(row, OUT + side) + block.e[:, None] * CASE.HP + h[None, :]
-    tl.store(out, y, block.ok[:, None])
+        w = tl.load(w_ptr, ok_h, 0.0)
+        w += tl.load(w_ptr + 3 * CASE.H, tl.where(vector, ok_h, False), 0.0)
+        ms = total(place(row, SUMS + side) + 3 + d, s.total, 9) / s.n.to(tl.float32)
+        weights = weights + (w * inverse_rms(ms, row.eps, CASE),)
+    for b in range(s.span):
+        e, ok = block_of(s, k, b)
+        y = tl.full([N, CASE.HP], 0.0, tl.float32) + bias[None, :]
+        for d in tl.static_range(6):
+            value = tl.load(place(row, VALUES + side) + (6 + d) * s.n + e, ok, 0.0)
+            y += value[:, None] * weights[d][None, :]
+        tl.store(place(row, OUT + side) + e[:, None] * CASE.HP + h[None, :], y, ok[:, None])
 
 
 @triton.jit
@@ -363,11 +373,11 @@ def fold_dense(row, CASE: tl.constexpr):
 
 
 @triton.jit
-def fold(rows, plan, index, work, CASE: tl.constexpr):
+def fold(rows, plan, index, work, t_max, CASE: tl.constexpr):
     """Fold a block of side 0 or 1; as side 2, fold the dense features."""
     row, side, k = job(rows, plan, index, work)
     if side < 2:
-        fold_side(row, side, k, CASE)
+        fold_side(row, side, k, t_max, CASE)
     else:
         fold_dense(row, CASE)
 
@@ -438,7 +448,7 @@ def large_network(row, x, x_at, y_at, ok, CASE: tl.constexpr):
 
 
 @triton.jit
-def update(rows, plan, index, work, CASE: tl.constexpr):
+def update(rows, plan, index, work, t_max, lam1, lam2, anneal, CASE: tl.constexpr):
     """theta <- theta - scale lam1 d exp(lam2 m) - decay theta, in a tile."""
     row, b, _0 = job(rows, plan, index, work)
     x, at, x_at, y_at, ok, p = dense_features(row, b, False, CASE)
@@ -446,12 +456,49 @@ def update(rows, plan, index, work, CASE: tl.constexpr):
         d, m = large_network(row, x, x_at, y_at, ok, CASE)
     else:
         d, m = small_network(row, x, x_at, y_at, ok, CASE)
-    scale = CASE.config.lam1 * row.scale
-    if CASE.anneals:
-        ratio = CASE.t_max / tl.maximum(row.t, CASE.t_max)
-        scale *= tl.exp(CASE.config.anneal * tl.log(ratio))
-    p = p - scale * d * tl.exp(CASE.config.lam2 * m) - row.decay * p
+    scale = lam1 * row.scale
+    if not CASE.velo:
+        scale *= tl.exp(anneal * tl.log(t_max / tl.maximum(row.t, t_max)))
+    p = p - scale * d * tl.exp(lam2 * m) - row.decay * p
     tl.store(row.p + at, p, ok)
+
+
+@triton.jit
+def moments(rows, index, work):
+    """The moments (see features.moments) of CHUNK entries of a tensor, with sums of squared
+    differences from the chunk's own mean in place of variances."""
+    row, k, _0 = job(rows, work, index, work)
+    at = k * CHUNK + tl.arange(0, CHUNK)
+    ok, out = at < row.n, work + 9 * tl.program_id(0)
+    p = tl.load(row.p + at, ok, 0.0)
+    tl.store(out, tl.sum(p * p))
+    for d in tl.static_range(4):
+        x = tl.load(row.V + at if d == 3 else row.M + d * row.n + at, ok, 0.0)
+        mean = tl.sum(x) / tl.minimum(row.n - k * CHUNK, CHUNK).to(tl.float32)
+        tl.store(out + 1 + d, mean)
+        tl.store(out + 5 + d, tl.sum(tl.where(ok, (x - mean) * (x - mean), 0.0)))
+
+
+@triton.jit
+def combine(rows, index, work, out):
+    """The moments of a tensor from those of its chunks."""
+    row, first, count = job(rows, work, index, work)
+    k, d, n = tl.arange(0, 64), tl.arange(0, 4), row.n.to(tl.float32)
+    part, out, mean = work + 9 * first, out + 9 * tl.program_id(0), tl.zeros([4], tl.float32)
+    for pass_ in tl.static_range(2):  # the means, then the sums of squares about them
+        sums = tl.zeros([64, 4], tl.float32)
+        for i in range(0, count, 64):
+            ok, at = (i + k < count)[:, None], part + 9 * (i + k)[:, None] + d[None, :]
+            weight = tl.minimum(row.n - (i + k) * CHUNK, CHUNK).to(tl.float32)[:, None]
+            x = tl.load(at + 1, ok, 0.0) - mean[None, :]
+            if pass_ == 0:
+                sums += tl.where(ok, weight * x, 0.0)
+            else:
+                sums += tl.where(ok, weight * x * x + tl.load(at + 5, ok, 0.0), 0.0)
+        mean_or_var = tl.sum(sums, 0) / n
+        tl.store(out + 1 + 4 * pass_ + d, mean_or_var)
+        mean = mean_or_var
+    tl.store(out, total(part, count, 9) / n)
 
 
 PROGRAMS = 1024  # enough to fill a GPU; with more tiles, a program of `accumulate` takes several
@@ -460,23 +507,26 @@ PROGRAMS = 1024  # enough to fill a GPU; with more tiles, a program of `accumula
 @functools.lru_cache(maxsize=64)
 def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, list[tuple]]:
     """For tensors of these shapes (A, X, B, Y, C, kind, int64 each): the kernels' plan, the size of
-    `work`, and the launches: kernel, index (programs, 3) and case of each."""
+    `work`, and the launches: kernel, index (programs, 3) and case; the last two of `moments_`."""
     A, X, B, Y, C, kind = np.frombuffer(shapes, np.int64).reshape(-1, 6).T
     matrix, n = kind > 0, A * B * C * np.stack([X, Y])  # entries of the sides
+    # Kernels are compiled for these; the other numbers of a config are arguments.
+    names = "net", "spec", "eps", "eps_rms", "hidden_size", "hidden_layers"
+    config = type(config)(**{k: getattr(config, k) for k in names})
     case = Case(config)
     # Chosen such that no kernel spills registers (see tests/test_triton.py)
     tile = (8, 64, 4) if case.HP <= 8 else (4, 32, 4) if case.HP <= 32 else (1, 32, 8)
     update_case = Case(config, *tile)
-    if max(np.max(A * X * B * Y * C), case.HP * n.max()) > 2**31 - 2**16:
-        raise ValueError("A tensor is too large for 32-bit offsets: use backend='folded'.")
-    blocks = A * B * C * triton.cdiv(np.stack([X * matrix, Y]), N)
+    length = np.stack([X * matrix, Y])
+    span = np.maximum(1, triton.cdiv(length, N.value * SIDE_PROGRAMS.value))
+    blocks = A * B * C * triton.cdiv(length, N.value * span)  # programs of a side
     parts = np.stack([triton.cdiv(Y, MEANS_W), triton.cdiv(X, MEANS_R)])
 
     def tiles(case: Case) -> np.ndarray:
         of_matrix = A * B * triton.cdiv(X, case.R) * triton.cdiv(Y * C, case.W)
         return np.where(matrix, of_matrix, triton.cdiv(Y, case.R * case.W))
 
-    means_tiles = A * B * parts.prod(0)
+    means_tiles, chunks = A * B * parts.prod(0), triton.cdiv(A * X * B * Y * C, CHUNK.value)
     tiles_each = min(8, max(1, tiles(case).sum() // PROGRAMS))  # per program
     programs = triton.cdiv(tiles(case), tiles_each)
     sizes = [*(n * parts), *(n * 12), *(n * case.HP), *(blocks * 9), programs * case.D]
@@ -503,8 +553,24 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
         (accumulate, index((programs, None, tiles_each)), case),
         (fold, index(*on_sides, (np.ones_like(A), 2, 0)), case),
         (update, index((tiles(update_case), None, 0)), update_case),
+        (moments, index((chunks, None, 0)), None),
+        (combine, index((np.ones_like(A), chunks.cumsum() - chunks, chunks)), None),
     ]
     return torch.from_numpy(plan).to(device), 4 * int(sizes.sum()), launches
+
+
+def on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def moments_(config, rows: np.ndarray, out: Tensor) -> None:
+    """Write features.moments of the tensors of `rows` to `out`, (rows, 9)."""
+    words = rows.view("i8").reshape(len(rows), 15)
+    *_, (_, chunks, _), (_, tensors, _) = planned(words[:, 7:13].tobytes(), config, out.device)[2]
+    words, work = send(torch.from_numpy(words), out.device), out.new_empty(len(chunks), 9)
+    with on(out.device):
+        moments[len(chunks),](words, chunks, work)
+        combine[len(tensors),](words, tensors, work, out)
 
 
 def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
@@ -520,8 +586,10 @@ def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
     words.view(torch.float32)[:, 25:29] = values.T  # on the device, as VeLO's scale is there
     work = torch.empty(size, device=device)
     bad = torch.zeros((), dtype=torch.int64, device=device)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for kernel, index, case in launches:
-            arguments = (bad, case) if kernel is means else (case,)
+    numbers = [float(x) for x in (config.t_max or 3e38, config.lam1, config.lam2, config.anneal)]
+    more = {means: [bad], fold: numbers[:1], update: numbers}
+    with on(device):
+        for kernel, index, case in launches[:6]:
+            arguments = *more.get(kernel, []), case
             kernel[len(index),](words, plan, index, work, *arguments, num_warps=case.warps)
     return bad

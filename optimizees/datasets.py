@@ -52,10 +52,10 @@ Batch = tuple[Tensor, ...]
 Generators = torch.Generator | Sequence[torch.Generator]
 
 
-def _draw(n: int, generator: Generators, size: int) -> Tensor:
+def draw(n: int, generator: Generators, size: int) -> Tensor:
     """Indices below n, (size,); with several generators (len, size)."""
     if not isinstance(generator, torch.Generator):
-        return torch.stack([_draw(n, g, size) for g in generator])
+        return torch.stack([draw(n, g, size) for g in generator])
     return torch.randint(n, (size,), generator=generator, device=generator.device)
 
 
@@ -94,13 +94,12 @@ class Images:
 
     def batch(self, generator: Generators, size: int) -> Batch:
         """x ([len,] size, C, H, W) float32 and y ([len,] size); len counts the generators."""
-        return self.take(_draw(len(self), generator, size))
+        return self.take(draw(len(self), generator, size))
 
     def take(self, i: Tensor) -> Batch:
         """The batch of these indices."""
         rows = self.x.view(len(self), -1).index_select(0, send(i.flatten(), self.x.device))
-        x = send(rows, self.device).float()  # (n, C H W)
-        torch.addcmul(self._shift, x, self._scale, out=x)
+        x = torch.addcmul(self._shift, send(rows, self.device), self._scale)  # (n, C H W) float32
         return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
 
     def pool(self, size: int) -> Images:
@@ -139,7 +138,7 @@ class Tokens:
 
     def batch(self, generator: Generators, size: int) -> Batch:
         """tokens, targets and mask, ([len,] size, seq_len) each."""
-        return self.take(_draw(len(self), generator, size))
+        return self.take(draw(len(self), generator, size))
 
     def take(self, i: Tensor) -> Batch:
         """The batch of these indices."""

@@ -5,6 +5,9 @@ by the line of ours that caused them.
 """
 
 import collections
+import contextlib
+import copy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mulo
-from mulo import metatrain, tasks, training
+from mulo import features, kernels, metatrain, tasks, training
 from mulo.optimizees import datasets
 
 ROOT = Path(__file__).parents[1]
@@ -106,9 +109,25 @@ def images(monkeypatch):
     monkeypatch.setattr(tasks.Task, "data", data)
 
 
+@pytest.fixture
+def triton_launches(monkeypatch):
+    """The Triton kernels are launched on the meta device too: they are counted, not run."""
+    pytest.importorskip("triton", reason="needs triton, which torch's CUDA build brings")
+    from mulo.kernels import gpu
+
+    def count(kernel, *args, grid, **kwargs):
+        launched.append(kernel.fn.__name__)
+
+    launched = []
+    monkeypatch.setattr(type(gpu.update), "run", count)
+    monkeypatch.setitem(kernels.LAUNCH, "meta", kernels.launch_gpu)
+    monkeypatch.setitem(kernels.MOMENTS, "meta", kernels.moments_gpu)
+    return launched
+
+
 @pytest.mark.parametrize("backend", ["folded", "kernel"])
 @pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
-def test_an_inner_step_of_meta_training_does_not_sync(name, backend, images):
+def test_an_inner_step_of_meta_training_does_not_sync(name, backend, images, triton_launches):
     steps = 7
     r = metatrain.recipe(name, truncation=steps, widths=(16,), pairs=2, backend=backend)
     with Gpu() as gpu:
@@ -150,6 +169,37 @@ def test_a_step_of_the_optimizer_does_not_sync(net, backend):
     assert gpu.kernels <= most
 
 
+def test_a_step_is_not_captured_in_a_cuda_graph(monkeypatch):
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="capture forward and backward only"):
+        mulo.MuLO([p], mulo.SmallFC()).step()
+    assert torch.equal(p, torch.ones(3))
+
+
+def test_a_missing_python_header_is_named(monkeypatch, tmp_path):
+    def fails(config, device):
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c", *500 * ["-I/usr"]])
+
+    monkeypatch.setattr(kernels, "self_check", fails)
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    reason = kernels.refusal(mulo.LOConfig(), torch.device("cuda"))
+    assert reason == "Triton compiles a C module and needs Python.h: install python3-dev"
+
+
+def test_tensors_beyond_32_bit_offsets_are_not_for_the_kernel():
+    """On a GPU they are stepped by "folded", in the same call."""
+    for shape, fits in (((2**16, 2**14), True), ((2**16, 2**15), False), ((2**25,), False)):
+        p = torch.empty(1, *shape, device="meta")
+        dims = features.factored_dims(shape)
+        assert (kernels.rows(p, features.init_accumulators(p, dims), dims) is not None) == fits
+    p = nn.Parameter(torch.empty(2**25, device="meta"))
+    p.grad = torch.empty_like(p)
+    mulo.MuLO([p], mulo.SmallFC(), backend="kernel").step()
+
+
 def test_a_step_of_adam_does_not_sync(images):
     task = tasks.get("fashion8_mlp_w16_d3", batch_size=4)
     with Gpu() as gpu:
@@ -160,6 +210,96 @@ def test_a_step_of_adam_does_not_sync(images):
         opt.step(state, theta, {k: torch.zeros_like(p) for k, p in theta.items()}, t=3)
     assert not gpu.syncs
     assert gpu.kernels <= 20 * len(theta)
+
+
+class Products(TorchDispatchMode):
+    """The dtype and precisions of every product of matrices."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket in (aten.mm, aten.bmm, aten.baddbmm, aten.addmm):
+            backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+            precisions = (x.fp32_precision.replace("none", "ieee") for x in backends)
+            self.seen.add((args[0].dtype, *precisions))
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.seen = set()
+        return super().__enter__()
+
+
+@contextlib.contextmanager
+def legacy(precision):
+    torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def new_api():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+SETTINGS = {
+    "high": lambda: legacy("high"),
+    "medium": lambda: legacy("medium"),
+    "new": new_api,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+def precisions():
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul
+    return [x.fp32_precision for x in backends]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("net", ["small_fc", "velo"])
+def test_the_callers_precision_does_not_reach_the_step(net, setting):
+    """The self-check, a step and an inner step of meta-training multiply in float32."""
+    r = metatrain.recipe(
+        "mulo_m" if net == "small_fc" else "muvelo_m", truncation=2, widths=(8,), pairs=1,
+        backend="folded",
+    )  # fmt: skip
+    lo, results = metatrain.new_lo(r), []
+    for context in (contextlib.nullcontext, SETTINGS[setting]):
+        p = nn.Parameter(torch.ones(4, 6))
+        p.grad = torch.linspace(-1, 1, 24).view(4, 6)
+        opt = mulo.MuLO([p], lo, num_steps=9, backend="folded")
+        trainer = metatrain.Trainer(r, copy.deepcopy(lo))
+        with context(), Products() as products:
+            before = precisions()
+            error = kernels.self_check(lo.config, torch.device("cpu"))
+            opt.step(loss=1.0)
+            trainer.advance()
+            assert precisions() == before
+        assert products.seen == {(torch.float32, "ieee", "ieee")}
+        assert error < 1e-5
+        results.append((p, trainer.phi))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("setting", ["high", "new"])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_gradients_use_tf32_only_if_asked(tf32, setting):
+    """Whether the caller used the legacy or the new API; their setting is restored."""
+    seen, task = [], tasks.get("fashion8_mlp_w16_d3", batch_size=4)
+
+    class Spy:
+        @staticmethod
+        def losses(theta, batch):
+            seen.append(precisions())
+            return task.losses(theta, batch)
+
+    theta, gen = task.init(1, torch.Generator()), torch.Generator()
+    with SETTINGS[setting]():
+        before = precisions()
+        training.gradients(Spy, theta, training.batches(task.data(), [gen], 4), tf32)
+        assert precisions() == before
+    gpu = "tf32" if tf32 else "ieee"
+    assert [x.replace("none", "ieee") for x in seen[0]] == [gpu, gpu, "ieee"]
 
 
 def test_mix_ups_and_syncs_are_seen():
