@@ -1,13 +1,17 @@
 """Roles, the rules by role, and the coordinate check that shows that they hold."""
 
 import copy
+import io
+import pickle
+import warnings
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from user_models import MLP, ConvNet, Transformer, loss_of, task
+from user_models import MLP, ConvNet, TiedTransformer, Transformer, loss_of, small, task, train
 
 import mulo
 from mulo.optimizees import datasets
@@ -27,6 +31,11 @@ FAMILIES = [MLP, ConvNet, Transformer]
 
 def roles_of(module_of_width, width=16, **kwargs):
     return mulo.infer_roles(module_of_width, width, **kwargs)
+
+
+def groups_of(model, roles, rules=ALL):
+    mulo.multiply_outputs_(model, roles, rules)
+    return mulo.param_groups(model, roles, rules)
 
 
 def test_roles_of_three_models():
@@ -63,6 +72,8 @@ class Holder(nn.Module):
         (lambda w: nn.ConvTranspose2d(w, 3, 2, bias=False), {"weight": "output"}),
         (lambda w: nn.ConvTranspose2d(3, w, 2, bias=False), {"weight": "input"}),
         (lambda w: nn.Conv2d(w, w, 3, groups=w, bias=False), {"weight": "input"}),
+        (lambda w: nn.ConvTranspose2d(w, w, 3, groups=w, bias=False), {"weight": "input"}),
+        (lambda w: nn.ConvTranspose2d(w, w, 3, groups=4, bias=False), {"weight": "hidden"}),
         (lambda w: nn.Embedding(100, w), {"weight": "input"}),
         (lambda w: nn.BatchNorm2d(w), {"weight": "input", "bias": "input"}),
         (lambda w: nn.LayerNorm((4, w)), {"weight": "input", "bias": "input"}),
@@ -136,32 +147,221 @@ def test_roles_of_random_nets(kind, embedding, sizes, options, width):
         before, grew = part.weight.shape[weights_of(part)[0].out_axis], grows
     roles = roles_of(build, width)
     assert roles == dict.fromkeys(dict(model.named_parameters()), "input") | expected
-    for group in mulo.param_groups(model, roles):
+    for group in groups_of(model, roles):
         assert all(group["scale"] == pytest.approx(scales.get(p, 1.0)) for p in group["params"])
 
 
 def test_a_bare_table_is_input_with_a_warning():
-    with pytest.warns(UserWarning, match=r"'pos' \(9, 16\).*table \(input\).*mulo\.Readout"):
+    with pytest.warns(UserWarning, match=r"'pos' \(1\) are taken as tables.*mulo\.Readout"):
         roles = roles_of(lambda w: Holder(pos=nn.Parameter(torch.zeros(9, w))))
     assert roles == {"pos": "input"}
 
 
-def tied(w):
-    model = Holder(tokens=nn.Embedding(50, w), head=nn.Linear(w, 50, bias=False))
-    model.head.weight = model.tokens.weight
+class Matmul(nn.Module):
+    """x @ W: one matrix, or one per expert."""
+
+    def __init__(self, fan_in, fan_out, experts=(), out_axis=None):
+        super().__init__()
+        self.W = nn.Parameter(torch.zeros(*experts, fan_in, fan_out))
+        if out_axis is not None:
+            self.out_axis = {"W": out_axis}
+
+    def forward(self, x):
+        return x @ self.W
+
+
+def test_the_orientation_of_a_bare_matrix():
+    """Unknown, it warns; `out_axis` on its module gives fan_in, init, scale and role."""
+    with pytest.warns(UserWarning, match=r"'W' \(1\) are taken as \(out, in\).*out_axis = "):
+        roles_of(lambda w: Matmul(w, 4 * w))
+    for axis, fan_in in ((1, 64), (-1, 64), (0, 256)):
+        build = lambda w: Matmul(w, 4 * w, out_axis=axis)  # noqa: B023, E731
+        with warnings.catch_warnings(action="error"):
+            roles = roles_of(build)
+        model = mulo.init_(copy.deepcopy(build(64)), roles)
+        (group,) = mulo.param_groups(model, roles)
+        assert (group["fan_in"], group["scale"], group["kind"]) == (fan_in, 1 / fan_in, "hidden")
+        assert group["out_axis"] == axis % 2
+        assert float(model.W.detach().var()) == pytest.approx(1 / fan_in, rel=0.1)
+    assert roles_of(lambda w: Matmul(3, w, out_axis=1)) == {"W": "input"}  # not a table
+    assert roles_of(lambda w: Matmul(w, 3, out_axis=1)) == {"W": "output"}
+    with pytest.raises(ValueError, match="must be one of its last two axes"):
+        roles_of(lambda w: Matmul(w, w, (3,), out_axis=0))
+
+
+def test_a_stack_of_matrices():
+    """Experts as one parameter: the role needs `out_axis`, the fan_in is that of one expert."""
+    with pytest.raises(ValueError, match=r"out_axis = \{'W': -2\} on its module if it is a stack"):
+        roles_of(lambda w: Matmul(w, 4 * w, (3,)))
+    for axis, fan_in, group_axis in ((-1, 8, -1), (2, 8, -1), (-2, 32, 1), (1, 32, 1)):
+        build = lambda w: Matmul(w, 4 * w, (3,), axis)  # noqa: B023, E731
+        (group,) = mulo.param_groups(build(8), roles_of(build))
+        assert (group["scale"], group["out_axis"], group["area"]) == (1 / fan_in, group_axis, 1)
+        opt = mulo.MuLO([group], small())
+        group["params"][0].square().sum().backward()
+        opt.step()
+
+
+class Conv1D(nn.Module):
+    """As in transformers: linear, and stores (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.weight = nf, nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.ones(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_conv1d_of_transformers():
+    def build(w):
+        return nn.Sequential(Conv1D(w, 3), Conv1D(4 * w, w), Conv1D(5, 4 * w))
+
+    roles = roles_of(build)
+    assert [roles[f"{k}.weight"] for k in range(3)] == ["input", "hidden", "output"]
+    model = mulo.init_(build(16), roles, zero_output=False)
+    scales = {n: g for g in mulo.param_groups(model, roles) for n in g["names"]}
+    assert scales["1.weight"]["scale"] == 1 / 16
+    assert scales["1.weight"]["out_axis"] == 1
+    assert scales["1.bias"]["kind"] == "bias"
+    assert float(model[1].weight.detach().var()) == pytest.approx(1 / 16, rel=0.2)
+    x = torch.randn(2, 64)
+    plain = x @ model[2].weight + model[2].bias
+    torch.testing.assert_close(model[2](x), plain / 64)
+    assert list(layer_outputs(model, torch.randn(2, 3))) == ["0", "1", "2"]
+
+
+class Inner(nn.Sequential):
+    """Only the inner size grows: its second layer looks like an output."""
+
+    def __init__(self, width):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, width), nn.Linear(width, 4), nn.Linear(4, 2))
+
+
+def heads(width):
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), nn.Linear(width, 3))
+
+
+@pytest.mark.parametrize(("build", "names"), [(Inner, r"'\*\.weight' \(1\)"), (heads, r".*\(2\)")])
+def test_doubtful_outputs_warn(build, names):
+    fix = "scale every inner size with the width, or give the others the role 'hidden'"
+    with pytest.warns(UserWarning, match=rf"^{names} are outputs.*{fix}"):
+        roles_of(build)
+
+
+@pytest.mark.parametrize("build", [MLP, ConvNet, Transformer, TiedTransformer])
+def test_usual_models_do_not_warn(build):
+    with warnings.catch_warnings(action="error"):
+        roles_of(build)
+
+
+def test_padding_rows_stay_zero():
+    def build(w):
+        bag = nn.EmbeddingBag(9, w, padding_idx=1)
+        return nn.ModuleList([nn.Embedding(9, w, padding_idx=0), bag, nn.Embedding(9, w)])
+
+    model = mulo.init_(build(8), roles_of(build))
+    zero_rows = [m.weight.eq(0).all(1).nonzero().flatten().tolist() for m in model]
+    assert zero_rows == [[0], [1], []]
+
+
+def test_param_groups_checks_the_divisions():
+    """A new head, a forgotten init_ and other roles or rules are refused."""
+    roles = roles_of(MLP)
+    model = mulo.init_(MLP(8), roles)
+    hidden = roles | {"4.weight": "output"}
+    for other, rules in ((hidden, ALL), (roles, ()), (roles | {"6.weight": "hidden"}, ALL)):
+        with pytest.raises(ValueError, match=r"the output of layer '[46]' is divided by \d, but.*"):
+            mulo.param_groups(model, other, rules)
+    wider = nn.Linear(8, 5)
+    model[6] = wider
+    with pytest.raises(ValueError, match=r"layer '6' is divided by 1.*by 8: call mulo\.init_ or"):
+        mulo.param_groups(model, roles)
+    mulo.param_groups(model, roles, ("init", "update"))  # whoever divides by hand
+    model[6] = mulo.Readout(8, 5)
+    mulo.param_groups(model, roles)
+
+
+def test_layers_that_share_an_output_weight_are_all_divided():
+    def build(w):
+        model = nn.Sequential(nn.Linear(3, w), nn.Linear(w, 2), nn.Linear(w, 2))
+        model[2].weight = model[1].weight
+        return model
+
+    model, x = mulo.init_(build(8), roles_of(build), zero_output=False), torch.randn(4, 8)
+    torch.testing.assert_close(model[2](x), (x @ model[1].weight.T + model[2].bias) / 8)
+
+
+@pytest.mark.parametrize("family", [MLP, ConvNet, Transformer])
+def test_fold_outputs(family):
+    """The same function of plain weights; and back, to train on."""
+    roles, (x, _) = roles_of(family), task(family)
+    model = mulo.init_(family(16), roles, zero_output=False)
+    before = model(x)
+    plain = family(16)
+    plain.load_state_dict(mulo.fold_outputs_(model).state_dict())
+    torch.testing.assert_close(plain(x), before)
+    assert not any(m._forward_hooks for m in model.modules())
+    with pytest.raises(ValueError, match="is divided by 1"):
+        mulo.param_groups(plain, roles)
+    for _ in range(2):  # twice is as good as once
+        mulo.multiply_outputs_(plain, roles, rescale=True)
+        torch.testing.assert_close(plain(x), before)
+        mulo.param_groups(plain, roles)
+
+
+def test_tied_embeddings():
+    """One weight, an output that is not zero; the readout divides; folding needs it untied."""
+    roles = roles_of(TiedTransformer)
+    assert roles["tokens.weight"] == "output"
+    assert "head.weight" not in roles
+    model = mulo.init_(TiedTransformer(64), roles)
+    assert float(model.tokens.weight.detach().std()) == pytest.approx(1, rel=0.1)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(model.head(x), x @ model.tokens.weight.T / 64)
+    torch.testing.assert_close(model.tokens.weight[:2], model.tokens(torch.arange(2)))
+    (group,) = (g for g in mulo.param_groups(model, roles) if g["role"] == "output")
+    assert (group["kind"], group["scale"], group["out_axis"]) == ("table", 1.0, 1)
+    before = model.head(x)
+    for change in (mulo.fold_outputs_, lambda m: mulo.multiply_outputs_(m, roles, rescale=True)):
+        with pytest.raises(ValueError, match=r"'tokens' is tied to an output layer.*untie"):
+            change(model)
+        assert torch.equal(model.head(x), before)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    torch.testing.assert_close(mulo.fold_outputs_(model).head(x), before)
+    assert float(model.tokens.weight.detach().std()) == pytest.approx(1, rel=0.1)
+
+
+def test_the_head_may_be_defined_before_the_embedding():
+    def build(w):
+        model = Holder(head=nn.Linear(w, 9, bias=False), tokens=nn.Embedding(9, w, padding_idx=0))
+        model.head.weight = model.tokens.weight
+        return model
+
+    model = mulo.init_(build(8), roles_of(build))
+    assert roles_of(build) == {"head.weight": "output"}
+    assert not model.head.weight[0].any()
+    assert model.head.weight[1:].all()
+
+
+def bare_and_tied(w):
+    model = Holder(tokens=nn.Embedding(50, w), rest=Holder(w=None))
+    model.rest.w = model.tokens.weight
     return model
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (tied, "'head.weight' is tied to 'tokens.weight'.*untie"),
-        (lambda w: nn.Bilinear(w, w, w), "'weight'.*fits no role: write the roles by hand"),
+        (bare_and_tied, "'rest.w' is tied to 'tokens.weight'.*untie"),
+        (lambda w: nn.Bilinear(w, w, w), "'weight'.*fits no role: .*else write the roles by hand"),
         (lambda w: nn.Linear(4, 5), "no parameter grows between build\\(16\\)"),
         (lambda w: nn.Sequential(*[nn.Linear(w, w)] + [nn.Linear(w, 2)] * (w > 16)), "same param"),
         (lambda w: nn.Linear(4, int(torch.ones(w).sum().item())), "device='cpu'"),
         (lambda w: nn.Linear(4, int(torch.ones(w).numpy().sum())), "device='cpu'"),
         (lambda w: nn.utils.parametrizations.weight_norm(nn.Linear(4, w)), "remove weight_norm"),
+        (lambda w: nn.utils.parametrizations.spectral_norm(nn.Linear(w, w)), "parametrization"),
     ],
 )
 def test_models_without_roles_are_refused(build, message):
@@ -174,12 +374,14 @@ def test_a_constructor_that_reads_values_needs_the_cpu():
     assert roles == {"weight": "input", "bias": "input"}
 
 
-def test_errors_of_the_model_itself_are_passed_on():
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, KeyError])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_errors_of_the_model_itself_are_passed_on(error, device):
     def build(w):
-        raise RuntimeError("mine")
+        raise error("my metadata")
 
-    with pytest.raises(RuntimeError, match="mine"):
-        roles_of(build, device="cpu")
+    with pytest.raises(error, match=r"^'?my metadata'?$"):
+        roles_of(build, device=device)
 
 
 def test_layers_that_share_a_weight_have_one_role():
@@ -192,7 +394,7 @@ def test_layers_that_share_a_weight_have_one_role():
 
     roles = roles_of(build)
     assert roles == {"0.weight": "input", "0.bias": "input", "1.weight": "hidden"}
-    assert len(mulo.param_groups(build(8), roles)) == 3  # fan_in 4, 1 and 8
+    assert len(groups_of(build(8), roles)) == 3  # fan_in 4, 1 and 8
 
 
 FAN_IN = {  # of each hidden weight, and of the output, at width w
@@ -337,7 +539,7 @@ def test_roles_by_hand_and_their_errors():
     with pytest.raises(ValueError, match=r"'w' is an output but not the weight of a layer"):
         mulo.init_(bare, {"w": "output"})
     mulo.init_(bare, {"w": "output"}, rules=("init", "update"), zero_output=False)
-    groups = mulo.param_groups(MLP(8), dict.fromkeys(roles, "hidden"))
+    groups = groups_of(MLP(8), dict.fromkeys(roles, "hidden"))
     assert {g["scale"] for g in groups} == {1.0, 1 / 8, 1 / 12}
     with pytest.raises(TypeError, match="build must be a function"):
         mulo.infer_roles(MLP(8), 8)
@@ -348,7 +550,7 @@ def test_roles_by_hand_and_their_errors():
 def test_groups_have_names_roles_and_kinds(family, rules):
     """Names are parallel to params; all tensors of a group have its role and its kind."""
     model, roles, seen = family(8), roles_of(family), set()
-    for group in mulo.param_groups(model, roles, rules):
+    for group in groups_of(model, roles, rules):
         named = dict(zip(group["names"], group["params"], strict=True))
         assert all(model.get_parameter(name) is p for name, p in named.items())
         assert {group["role"]} == {roles[name] for name in named}
@@ -361,7 +563,7 @@ def test_the_table_of_groups():
     model = nn.Sequential(nn.Linear(3, 8), *(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 2))
     roles = dict.fromkeys((n for n, _ in model.named_parameters()), "input")
     roles |= {f"{k}.weight": "hidden" for k in (1, 2, 3)} | {"4.weight": "output"}
-    opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.SmallFC())
+    opt = mulo.MuLO(groups_of(model, roles), mulo.SmallFC())
     opt.param_groups[0]["lr"] = torch.tensor(0.5)
     assert repr(opt).splitlines() == [
         "MuLO (small_fc)",
@@ -369,7 +571,7 @@ def test_the_table_of_groups():
         "input   1        1      0.5  8x3",
         "bias    5        1      1    8 (4), 2",
         "hidden  3        0.125  1    8x8 (3)",
-        "output  1        1      1    2x8",
+        "output  1        1      1    2x8 4.weight",
     ]
     many = mulo.MuLO([nn.Parameter(torch.zeros(n)) for n in range(1, 7)], mulo.SmallFC())
     assert repr(many).splitlines()[-1] == "none  6        1      1   1, 2, 3, 4, ..."
@@ -377,9 +579,10 @@ def test_the_table_of_groups():
 
 def test_wrapped_models_keep_their_roles():
     roles = roles_of(MLP)
-    groups = len(mulo.param_groups(MLP(8), roles))
-    compiled = torch.compile(MLP(8), backend="eager")
-    for model in (compiled, nn.DataParallel(compiled), torch.compile(nn.DataParallel(MLP(8)))):
+    plain = mulo.init_(MLP(8), roles)
+    groups = len(mulo.param_groups(plain, roles))
+    compiled = torch.compile(plain, backend="eager")
+    for model in (compiled, nn.DataParallel(compiled), torch.compile(nn.DataParallel(plain))):
         assert len(mulo.param_groups(model, roles)) == groups
 
 
@@ -399,11 +602,46 @@ def test_layer_outputs():
     assert torch.equal(layer_outputs(model, x)["6"], model(x))
 
 
-def test_frozen_parameters_are_left_out():
-    model = MLP(8)
-    model[0].weight.requires_grad_(False)
-    groups = mulo.param_groups(model, roles_of(MLP))
-    assert sum(len(g["params"]) for g in groups) == 7
+def test_frozen_parameters_wait_for_a_gradient():
+    """They stay in their groups without state; unfrozen, they train. Integers are left out."""
+    net, roles, (x, y) = MLP(8), roles_of(MLP), task(MLP)
+    net[0].weight.requires_grad_(False)
+    mulo.init_(net, roles)
+    opt, before = mulo.MuLO(mulo.param_groups(net, roles), small()), net[0].weight.clone()
+    train(net, opt, 2, x, y)
+    assert torch.equal(net[0].weight, before)
+    assert net[0].weight not in opt.state
+    net[0].weight.requires_grad_(True)
+    train(net, opt, 2, x, y)
+    assert not torch.equal(net[0].weight, before)
+    net[2].weight = nn.Parameter(torch.ones(8, 8, dtype=torch.uint8), requires_grad=False)
+    assert "2.weight" not in {n for g in mulo.param_groups(net, roles) for n in g["names"]}
+
+
+def test_a_divided_model_can_be_scripted_compiled_and_pickled():
+    roles, (x, _) = roles_of(ConvNet), task(ConvNet)
+    model = mulo.init_(ConvNet(8), roles, zero_output=False)
+    expected = model(x)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    loaded = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for other in (torch.jit.script(model), compiled, loaded, copy.deepcopy(model)):
+        torch.testing.assert_close(other(x), expected)
+    mulo.param_groups(loaded, roles)
+
+
+def test_a_model_pickled_by_version_0_2_0_tells_how_to_go_on():
+    roles, (x, _) = roles_of(MLP), task(MLP)
+    model = mulo.init_(MLP(8), roles, zero_output=False)
+    expected = model(x)
+    model[6]._forward_hooks.clear()
+    model[6].register_forward_hook(partial(mulo.roles._divide_output, 8))
+    model = pickle.loads(pickle.dumps(model))
+    with pytest.raises(RuntimeError, match=r"call mulo\.multiply_outputs_\(model, roles\)"):
+        model(x)
+    mulo.multiply_outputs_(model, roles)
+    assert torch.equal(model(x), expected)
 
 
 def check(family, rules=ALL, eps="relative", widths=(64, 512), steps=4):
@@ -432,15 +670,15 @@ def check(family, rules=ALL, eps="relative", widths=(64, 512), steps=4):
     return coordinate_check(setup, x, list(widths), steps).slopes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, TiedTransformer])
 def test_coordinate_check(family):
     """Under μP no layer's drift depends on width; without a rule, some layer's clearly does."""
     for eps in ("relative", "reference"):
         result = check(family, eps=eps)
-        assert len(result) == {MLP: 4, ConvNet: 3, Transformer: 5}[family]
+        assert len(result) == {MLP: 4, ConvNet: 3, Transformer: 5, TiedTransformer: 5}[family]
         for name, slopes in result.items():
             assert slopes.abs().max() <= 0.1, (eps, name, slopes)
-    hidden = next(iter(FAN_IN[family][0])).removesuffix(".weight")
+    hidden = {MLP: "2", ConvNet: "body"}.get(family, "attention.qkv")
     out = "6" if family is MLP else "head"
     for rules, layer in ((("init", "multiplier"), hidden), (("init", "update"), out)):
         assert check(family, rules, widths=(64, 256))[layer][-1] > 0.5
@@ -482,7 +720,7 @@ def test_factors_beyond_the_paper():
         body = nn.Conv2d(width, width, 3), nn.GroupNorm(2, width), nn.Flatten()
         return nn.Sequential(nn.Conv2d(2, width, 5), *body, nn.Linear(width, 3))
 
-    groups = mulo.param_groups(build(8), mulo.infer_roles(build, 8))
+    groups = groups_of(build(8), mulo.infer_roles(build, 8))
     found = {g["kind"]: g for g in groups}
     assert set(found) == {"input", "conv", "output", "norm", "bias"}
     assert (found["input"]["fan_in"], found["conv"]["area"]) == (50, 9)

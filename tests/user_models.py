@@ -64,10 +64,19 @@ class Transformer(nn.Module):
         return self.head(self.norm3(x))
 
 
+class TiedTransformer(Transformer):
+    """Embedding and readout share their weight, as in GPT-2."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.head = nn.Linear(width, self.tokens.num_embeddings, bias=False)
+        self.head.weight = self.tokens.weight
+
+
 def task(model_class: type[nn.Module], batch: int = 64, seed: int = 0):
     """Inputs and labels that fit the model: (x, y)."""
     gen = torch.Generator().manual_seed(seed)
-    if model_class is Transformer:
+    if issubclass(model_class, Transformer):
         x = torch.randint(11, (batch, 8), generator=gen)
         return x, (x + x.roll(1, 1)) % 11
     shape = (batch, 12) if model_class is MLP else (batch, 1, 6, 6)
