@@ -38,10 +38,11 @@ from mulo.kernels import folded, sharded
 from mulo.nets import LO, LOConfig, SmallFC, VeLO, generate, mlp, stacked
 from mulo.nets import NETS as NETS  # not public, but used by other modules
 from mulo.roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
+from mulo.roles import fold_outputs_ as fold_outputs_
 
 __all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "from_pylo"]
 __all__ += ["from_reference", "infer_roles", "init_", "load", "multiply_outputs_", "param_groups"]
-__all__ += ["save"]
+__all__ += ["fold_outputs_", "save"]
 
 
 # ---------------------------------------------------------------- the step

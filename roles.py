@@ -4,13 +4,13 @@
     model = init_(build(width), roles)     # initial weights and output multipliers
     groups = param_groups(model, roles)    # update scales
 
-Paper: section 4. The rules are one table, `RULES`, of powers of fan_in. Standard parametrization
-(SP) is the same code with the rules switched off. `mulo` re-exports these functions.
+Paper: section 4. Standard parametrization (SP) is the same code with the rules switched off.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -50,8 +50,8 @@ def power(role: str, rule: str, rules: Iterable[str]) -> int:
 
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
-LAYERS += (nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+LAYERS = (nn.Linear, *CONVS, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -60,55 +60,80 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class Weight(NamedTuple):
-    """One parameter of a model, and what μP needs: its module and kind."""
+    """One parameter of a model, and what μP needs: its module, kind and orientation."""
 
     name: str  # as in named_parameters(), without the prefixes of torch.compile and DDP
     param: nn.Parameter
     module: nn.Module  # its owner
     kind: str  # "layer" (multiplies its input), "table" (is looked up), "vector" or "bare"
+    out_axis: int  # of fan_out: 0 in torch's (out, in, ...), 1 in tables and transposed convs
+    layers: list[nn.Module]  # that multiply by it; also of a table that a readout is tied to
 
     @property
-    def out_axis(self) -> int:
-        """The fan_out axis: 0 in torch's (out, in, ...), 1 in tables and transposed convs."""
-        return 1 if self.kind == "table" or isinstance(self.module, TRANSPOSED) else 0
+    def groups(self) -> int:
+        """Number of matrices in it: the groups of a transposed conv, or a stack of experts."""
+        if isinstance(self.module, TRANSPOSED):
+            return self.module.groups  # (in, out/groups, ...)
+        stack = self.kind == "layer" and not isinstance(self.module, LAYERS)
+        return math.prod(self.param.shape[:-2]) if stack else 1
 
     @property
     def fan_in(self) -> int:
         if self.kind in ("vector", "table"):
             return 1  # each output depends on one weight
-        groups = self.module.groups if self.out_axis else 1  # transposed: (in, out/groups, ...)
-        return math.prod(self.param.shape) // self.param.shape[self.out_axis] // groups
+        return self.param.numel() // self.param.shape[self.out_axis] // self.groups
 
     @property
     def area(self) -> int:
         """The kernel area of a convolution, 1 for other weights."""
-        return math.prod(self.param.shape[2:]) if self.kind == "layer" else 1
+        return math.prod(self.param.shape[2:]) if isinstance(self.module, CONVS) else 1
+
+
+def is_layer(module: nn.Module) -> bool:
+    """One of LAYERS, or the Conv1D of transformers: a linear layer that stores (in, out)."""
+    conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return isinstance(module, LAYERS) or conv1d
+
+
+def _kind_and_axis(module: nn.Module, leaf: str, p: nn.Parameter) -> tuple[str, int]:
+    """A parameter's kind and fan_out axis; a module's `out_axis` says it for its bare matrices."""
+    if p.ndim < 2 or isinstance(module, NORMS):
+        return "vector", 0
+    if isinstance(module, TABLES):
+        return "table", 1
+    if is_layer(module):
+        transposed = isinstance(module, TRANSPOSED) or not isinstance(module, LAYERS)
+        return "layer" if "weight" in leaf else "bare", int(transposed)
+    axis = getattr(module, "out_axis", {}).get(leaf)
+    if axis is None:
+        return "bare", 0
+    if p.ndim > 3 or axis not in (-2, -1, p.ndim - 2, p.ndim - 1):
+        raise ValueError(f"out_axis of {leaf!r} must be one of its last two axes, of 3 at most.")
+    return "layer", axis % p.ndim if axis % p.ndim < 2 else -1
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """List every parameter once, under its first name. Ties between kinds are an error."""
+    """List every parameter once, under its first name. A table comes where its readout is."""
     weights: dict[int, Weight] = {}
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod
     for prefix, module in model.named_modules():
         for leaf, p in module.named_parameters(recurse=False):
             name = ".".join(x for x in (*prefix.split("."), leaf) if x not in ("", "_orig_mod"))
-            if leaf in ("weight_g", "original0"):
-                raise ValueError(
-                    f"{name!r}: μP cannot set its initial values, so remove weight_norm."
-                )
-            if p.ndim < 2 or isinstance(module, NORMS):
-                kind = "vector"
-            elif isinstance(module, TABLES):
-                kind = "table"
-            else:
-                kind = "layer" if isinstance(module, LAYERS) and "weight" in leaf else "bare"
-            first = weights.setdefault(id(p), Weight(name, p, module, kind))
-            if first.kind != kind:
-                raise ValueError(
-                    f"{name!r} is tied to {first.name!r}, but μP scales a {kind} and a "
-                    f"{first.kind} differently (as a readout and an embedding): untie them."
-                )
+            if leaf in ("weight_g", "original", "original0"):
+                fix = "remove weight_norm or its other parametrization"
+                raise ValueError(f"{name!r}: μP cannot set its initial values, so {fix}.")
+            kind, axis = _kind_and_axis(module, leaf, p)
+            w = weights.get(id(p)) or Weight(name, p, module, kind, axis, [])
+            if {w.kind, kind} == {"table", "layer"}:
+                weights.pop(id(p))
+                owner = module if kind == "table" else w.module
+                w = w._replace(module=owner, kind="table", out_axis=1)
+            elif w.kind != kind:
+                rules = f"μP scales {kind} and {w.kind} parameters differently"
+                raise ValueError(f"{name!r} is tied to {w.name!r}, but {rules}: untie them.")
+            w.layers.extend([module] * (kind == "layer"))
+            weights[id(p)] = w
     return list(weights.values())
 
 
@@ -117,11 +142,12 @@ def infer_roles(
 ) -> dict[str, str]:
     """Infer each parameter's role from which axes grow from build(width) to build(2 * width).
 
-    hidden: fan_out and fan_in grow. output: only fan_in grows. input: only fan_out grows; also all
-    vectors (biases, norms), embeddings, and weights that do not grow. A bare nn.Parameter may be
-    multiplied or added, so it is hidden if its first two axes (out and in, as in nn.Linear) grow,
-    else input; edit the dict where that is wrong. Models are built on the meta device, which
-    allocates nothing; pass device="cpu" if the constructor reads values of tensors.
+    hidden: fan_out and fan_in grow. output: only fan_in grows; also a table that a readout is tied
+    to. input: only fan_out grows; also all vectors (biases, norms), embeddings, and weights that do
+    not grow. A bare nn.Parameter may be multiplied or added, so it is hidden if its first two axes
+    (out and in, as in nn.Linear) grow, else input. Doubtful roles warn: edit the dict where they
+    are wrong. Models are built on the meta device, which allocates nothing; pass device="cpu" if
+    the constructor reads values of tensors.
     """
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError("build must be a function that makes your model, given a width.")
@@ -130,45 +156,68 @@ def infer_roles(
     try:
         with torch.device(device):
             small, large = (weights_of(build(w)) for w in (width, 2 * width))
-    except (NotImplementedError, RuntimeError, TypeError) as error:
-        if device != "meta":
+    except Exception as error:
+        if device != "meta" or not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
             raise
-        raise ValueError(
-            f"build({width}) failed on the meta device ({error}): let build take a width, pass "
-            "device='cpu', or write the roles by hand."
-        ) from error
+        fix = "pass device='cpu', or write the roles by hand"
+        raise ValueError(f"build({width}) failed on the meta device ({error}): {fix}.") from error
     models = f"build({width}) and build({2 * width})"
     if differing := sorted({w.name for w in small} ^ {w.name for w in large}):
         fix = "let only widths depend on the argument"
         raise ValueError(f"{models} do not have the same parameters ({differing[0]!r}): {fix}.")
     pairs = list(zip(small, large, strict=True))
-    if all(a.param.shape == b.param.shape for a, b in pairs):
+    growing = {a.name for a, b in pairs if a.param.shape != b.param.shape}
+    if not growing:
         raise ValueError(f"no parameter grows between {models}: use the width in build.")
-    return {a.name: _role(a, b) for a, b in pairs}
+    roles = {a.name: _role(a, b) for a, b in pairs}
+    _warn_of_doubts(small, roles, growing)
+    return roles
 
 
 def _role(small: Weight, large: Weight) -> str:
     """The role of a parameter, from its shapes at two widths."""
     shape = tuple(small.param.shape)
     grows = [m != n for m, n in zip(shape, large.param.shape, strict=True)]
-    if small.kind in ("vector", "table") or not any(grows):
+    if small.kind == "table" and small.layers and grows[1]:
+        return "output"  # a readout is tied to it
+    if small.kind in ("vector", "table") or sum(grows) < 1 + (small.kind == "bare"):
         return "input"
-    if small.kind == "bare" and sum(grows) == 1:
-        if len(shape) == 2 and 1 not in shape:
-            warnings.warn(
-                f"{small.name!r} {shape}, a bare parameter with one growing axis, is taken as a "
-                "table (input), such as positions. If it is a readout, use mulo.Readout.",
-                stacklevel=4,
-            )
-        return "input"
-    if any(grows[2:]):
+    if any(grows[2:]) and small.groups == 1:
+        leaf = small.name.rpartition(".")[2]
         raise ValueError(
-            f"{small.name!r} {shape} grows along an axis after the second, which fits no role: "
-            "write the roles by hand, and its scale into its param group."
+            f"{small.name!r} {shape} grows along an axis after the second, which fits no role: set "
+            f"out_axis = {{{leaf!r}: -2}} on its module if it is a stack of matrices (out, in), -1 "
+            "if (in, out), else write the roles by hand and its scale into its param group."
         )
-    if not grows[1 - small.out_axis]:  # fan_in
+    if small.fan_in == large.fan_in:
         return "input"
-    return "hidden" if grows[small.out_axis] else "output"
+    fan_outs = {w.param.shape[w.out_axis] * w.groups for w in (small, large)}
+    return "output" if len(fan_outs) == 1 else "hidden"
+
+
+DOUBTS = (
+    "taken as tables (input), such as positions: if they multiply, give them the role 'hidden' or, "
+    "as a readout, use mulo.Readout",
+    "taken as (out, in): if they are (in, out), as in x @ W, set out_axis = {'W': 1} on their "
+    "module, else {'W': 0}",
+    "outputs, which are zeroed and divided by fan_in: if they are not all heads, let build scale "
+    "every inner size with the width, or give the others the role 'hidden'",
+)
+
+
+def _warn_of_doubts(weights: list[Weight], roles: dict[str, str], growing: set[str]) -> None:
+    """Warn, naming the parameters, where a role or an orientation is a guess."""
+    bare = [(w.name, w.param.shape) for w in weights if w.kind == "bare" and w.name in growing]
+    flat = [name for name, shape in bare if len(shape) == 2 and 1 not in shape]
+    tables = [name for name in flat if roles[name] == "input"]
+    matrices = [name for name, s in bare if roles[name] == "hidden" and s[0] != s[1]]
+    layers = [w.name for w in weights if w.kind == "layer" or roles[w.name] != "input"]
+    outputs = [name for name in layers if roles[name] == "output"]
+    outputs = outputs if outputs != layers[-1:] else []  # no doubt: one output, the last layer
+    for names, doubt in zip((tables, matrices, outputs), DOUBTS, strict=True):
+        if names:
+            text = ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", repr(n)) for n in names))
+            warnings.warn(f"{text} ({len(names)}) are {doubt}.", stacklevel=3)
 
 
 def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, str]]:
@@ -184,16 +233,41 @@ def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, s
 
 
 def _divide_output(fan_in: int, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """Forward hook: divide the output of a layer by fan_in."""
-    return output / fan_in
+    """The hook in models that version 0.2.0 pickled."""
+    raise RuntimeError("pickled by version 0.2.0: call mulo.multiply_outputs_(model, roles).")
+
+
+def divide_output(self, args: tuple[Tensor], output: Tensor) -> Tensor:
+    """Forward hook: divide a layer's output by fan_in. A plain function, as torch.jit needs."""
+    return output / self.output_divisor
+
+
+def divisor_of(module: nn.Module) -> int:
+    """The number that a layer's output is divided by, 1 if it is not."""
+    return module.output_divisor if divide_output in module._forward_hooks.values() else 1
+
+
+def _set_divisor(module: nn.Module, divisor: int) -> None:
+    for key, hook in list(module._forward_hooks.items()):
+        if hook is divide_output or getattr(hook, "func", None) is _divide_output:
+            del module._forward_hooks[key]
+    if divisor != 1:
+        module.output_divisor = divisor
+        module.register_forward_hook(divide_output)
 
 
 class Readout(nn.Linear):
-    """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off."""
+    """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off.
+
+    Any readout can be tied to an embedding E: `head.weight = tokens.weight`. One rule fits both
+    uses. As a table, E has O(1) entries that move by O(1). As a readout, E x / N is a mean of N
+    products, which a step correlates: it moves by O(1) if E moves by O(1). So a tied weight is an
+    output that starts as N(0, 1), not as zeros.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.register_forward_hook(partial(_divide_output, self.in_features))
+        _set_divisor(self, self.in_features)
 
 
 @torch.no_grad()
@@ -208,10 +282,9 @@ def init_(
 
     Input and hidden weights: N(0, 1/fan_in). An embedding has fan_in 1: a lookup sums nothing.
     Output weights: zeros, or N(0, 1) if not zero_output (DIVERGES: N(0, 1) is the paper's rule,
-    zeros are in its experiments). Biases of layers are input weights of fan_in 1: N(0, 1), but
-    (DIVERGES) biases that are zero stay zero. Without the rule "init", as in SP, all biases become
-    zero. Norms and bare input parameters are unchanged.
-
+    zeros are in its experiments) or tied to an embedding. Biases of layers are input weights of
+    fan_in 1: N(0, 1), but (DIVERGES) biases that are zero stay zero. Without the rule "init", as in
+    SP, all biases become zero. Norms, bare input parameters and `padding_idx` rows are unchanged.
     The division is a forward hook; the model's code and state_dict do not change.
     """
     rules = tuple(rules)
@@ -222,40 +295,77 @@ def init_(
             w.param.zero_()
         elif std is not None and (w.kind != "vector" or w.param.any()):
             w.param.normal_(0, std, generator=generator)
+        if w.kind == "table" and w.module.padding_idx is not None:
+            w.param[w.module.padding_idx] = 0
     return model
 
 
 def initial_std(w: Weight, role: str, rules: Iterable[str], zero_output: bool) -> float | None:
     """The standard deviation of initial values; None for norms and bare input parameters."""
     if w.kind == "vector":  # biases are input weights of fan_in 1
-        return float("init" in rules) if isinstance(w.module, LAYERS) else None
-    if role == "output" and zero_output:
+        return float("init" in rules) if is_layer(w.module) else None
+    if role == "output" and zero_output and w.kind != "table":
         return 0.0
     if w.kind == "bare" and role == "input":
         return None
     return w.fan_in ** (power(role, "init", rules) / 2)
 
 
-def multiply_outputs_(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> None:
+def _divisors(model: nn.Module, roles: dict[str, str], rules: tuple) -> dict[nn.Module, int]:
+    """The layers whose outputs the rules divide, and by what."""
+    divisors = {}
+    for w, role in _with_roles(model, roles):
+        if role == "output" and power(role, "multiplier", rules):
+            if not w.layers or not all(hasattr(layer, "weight") for layer in w.layers):
+                fix = "use mulo.Readout, or divide by hand and leave 'multiplier' out of rules"
+                what = "is an output but not the weight of a layer, so no hook can divide by fan_in"
+                raise ValueError(f"{w.name!r} {what}: {fix}.")
+            fan_in = w.param.shape[1] if w.kind == "table" else w.fan_in
+            divisors |= dict.fromkeys(w.layers, fan_in)
+    return divisors
+
+
+def multiply_outputs_(
+    model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL, rescale: bool = False
+) -> None:
     """Divide the outputs of output layers by fan_in; without the rule, remove the division.
 
     `init_` calls it. The division is not part of the state_dict: when you load one into a new
-    model, call this too.
+    model, call this too. rescale=True, for pretrained weights, multiplies the weights and biases of
+    these layers by fan_in, so that the model computes the same as before.
     """
-    divides = power("output", "multiplier", tuple(rules)) != 0
-    outputs = [w for w, role in _with_roles(model, roles) if divides and role == "output"]
-    for w in outputs:
-        if w.kind != "layer" or not hasattr(w.module, "weight"):
-            raise ValueError(
-                f"{w.name!r} is an output but not the weight of a layer, so no hook can divide by "
-                "fan_in: use mulo.Readout, or divide by hand and leave 'multiplier' out of rules."
-            )
+    divisors = _divisors(model, roles, tuple(rules))
+    if rescale:
+        _scale_layers(fold_outputs_(model), divisors, 1)
     for module in model.modules():  # any of them may have been an output under other roles
-        for key, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "func", None) is _divide_output:
-                del module._forward_hooks[key]
-    for w in outputs:
-        w.module.register_forward_hook(partial(_divide_output, w.fan_in))
+        _set_divisor(module, divisors.get(module, 1))
+
+
+def fold_outputs_(model: nn.Module) -> nn.Module:
+    """Divide the weights and biases of output layers by fan_in, in place, not their outputs.
+
+    The model computes the same, and other programs can use its state_dict. To train it again, call
+    `multiply_outputs_` with rescale=True.
+    """
+    divisors = {m: divisor_of(m) for m in model.modules() if divisor_of(m) != 1}
+    _scale_layers(model, divisors, -1)
+    for module in divisors:
+        _set_divisor(module, 1)
+    return model
+
+
+@torch.no_grad()
+def _scale_layers(model: nn.Module, divisors: dict[nn.Module, int], exponent: int) -> None:
+    weights = {id(layer.weight) for layer in divisors}
+    for name, module in model.named_modules():
+        if module not in divisors and any(id(p) in weights for p in module._parameters.values()):
+            raise ValueError(
+                f"{name!r} is tied to an output layer, whose weights cannot be scaled alone: untie "
+                "them first (head.weight = nn.Parameter(head.weight.detach().clone()))."
+            )
+    params = {p: n for layer, n in divisors.items() for p in layer.parameters(recurse=False)}
+    for p, divisor in params.items():
+        p.mul_(float(divisor) ** exponent)
 
 
 UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
@@ -264,7 +374,7 @@ UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not
 def kind_of(w: Weight, role: str) -> str:
     """The "kind" of a param group: a layer's role, or "conv" (hidden), "table", "norm", "bias"."""
     if w.kind == "vector":
-        return "bias" if isinstance(w.module, LAYERS) else "norm"
+        return "bias" if is_layer(w.module) else "norm"
     if w.kind == "table" or (w.kind == "bare" and role == "input"):
         return "table"
     return "conv" if role == "hidden" and w.area > 1 else role
@@ -274,11 +384,10 @@ def kind_of(w: Weight, role: str) -> str:
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     """The factor on the update by two rules that the paper does not have (DIVERGES).
 
-    `config` (mulo.LOConfig) switches them on or off, as in meta-training. Input rule: updates of
-    input layers are multiplied by input_base / fan_in, where input_base is the input size in
-    meta-training, because they move the first pre-activations in proportion to fan_in. The factor
-    is at most 4: a ViT with patches of a few pixels trained worse with larger ones. Channel rule:
-    hidden convolutions are multiplied by kh * kw, which makes 1/fan_in 1/channels.
+    Input rule: updates of input layers move the first pre-activations in proportion to fan_in, so
+    multiply by input_base / fan_in (input_base: the input size in meta-training), at most by 4: a
+    ViT with patches of a few pixels trained worse with more. Channel rule: multiply hidden
+    convolutions by kh * kw, which makes 1/fan_in 1/channels.
     """
     if kind == "input" and config.input_base:
         return min(config.input_base / fan_in, 4.0)
@@ -297,12 +406,22 @@ def group_options(w: Weight, role: str, rules: Iterable[str]) -> dict:
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
     """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
 
-    Each group also has the `names` of its params, their `role` and their `kind`.
+    Each group also has the `names` of its params, their `role` and their `kind`. MuLO leaves frozen
+    parameters alone while they have no gradient.
     """
     rules, groups = tuple(rules), {}
+    divisors = _divisors(model, roles, rules)
+    for name, module in model.named_modules():
+        divisor, expected = divisor_of(module), divisors.get(module, 1)
+        if divisor != expected:
+            fix = "mulo.init_ or, for pretrained weights, mulo.multiply_outputs_(..., rescale=True)"
+            raise ValueError(
+                f"the output of layer {name!r} is divided by {divisor}, but under these roles and "
+                f"rules by {expected}: call {fix}."
+            )
     for w, role in _with_roles(model, roles):
-        options = group_options(w, role, rules)
-        if w.param.requires_grad:
+        if w.param.requires_grad or w.param.is_floating_point():  # not of a quantized model
+            options = group_options(w, role, rules)
             new = {"params": [], "names": [], **options}
             group = groups.setdefault(tuple(options.values()), new)
             group["params"].append(w.param)
@@ -317,10 +436,12 @@ def name_of(p: Tensor, group: dict) -> str:
 
 
 def group_table(groups: list[dict]) -> str:
-    """Format param groups as a table: kind, tensors, scale, lr and the most common shapes."""
+    """Format param groups as a table: kind, tensors, scale, lr, shapes, and names of outputs."""
     rows = [("kind", "tensors", "scale", "lr", "shapes")]
     for g in groups:
-        shapes = Counter("x".join(map(str, p.shape)) or "scalar" for p in g["params"])
+        sizes = ["x".join(map(str, p.shape)) or "scalar" for p in g["params"]]
+        named = g.get("role") == "output"
+        shapes = Counter(map(" ".join, zip(sizes, g["names"], strict=True)) if named else sizes)
         shown = [s if n == 1 else f"{s} ({n})" for s, n in shapes.most_common(4)]
         shown += ["..."] * (len(shapes) > 4)
         numbers = (f"{float(g[k]):.4g}" for k in ("scale", "lr"))
@@ -331,7 +452,7 @@ def group_table(groups: list[dict]) -> str:
 
 
 class CoordinateCheck(NamedTuple):
-    """How far training moves the outputs of each layer, and how that grows with width."""
+    """How far training moves each layer's outputs, by width."""
 
     widths: list[int]
     drift: dict[str, Tensor]  # layer -> (steps, widths): mean |output_t - output_0| on the probe
@@ -345,13 +466,12 @@ def coordinate_check(
     steps: int = 5,
     repeats: int = 1,
 ) -> CoordinateCheck:
-    """Train nets of several widths and compare how far their activations move.
+    """Train nets of several widths and compare how far their layers' outputs for `probe` move.
 
     setup(width) returns a model and a function that trains it by one step; it is called `repeats`
-    times per width, to average over its random numbers. After each step, `probe` goes through the
-    model, and the outputs of each layer (pre-activations and logits) are compared with those before
-    training, by mean |change|. The paper's measure, the standard deviation of the change, ignores a
-    shift common to all coordinates and is noisier for layers with few outputs.
+    times per width, to average over its random numbers. The measure is the mean |change| since the
+    start. The paper's, the standard deviation of the change, ignores a shift common to all
+    coordinates and is noisier for layers with few outputs.
     """
     drift: dict[str, Tensor] = {}
     for k, width in enumerate(widths):
@@ -388,7 +508,7 @@ def layer_outputs(
     def keep(name: str, module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
 
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, LAYERS)]
+    layers = [(name, m) for name, m in model.named_modules() if is_layer(m)]
     handles = [m.register_forward_hook(partial(keep, name)) for name, m in layers]
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:

@@ -1,13 +1,14 @@
 """Roles, the rules by role, and the coordinate check that shows that they hold."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from user_models import MLP, ConvNet, Transformer, loss_of, task
+from user_models import MLP, ConvNet, Holder, TiedMLP, Transformer, loss_of, small, task, train
 
 import mulo
 from mulo.optimizees import datasets
@@ -29,6 +30,11 @@ def roles_of(module_of_width, width=16, **kwargs):
     return mulo.infer_roles(module_of_width, width, **kwargs)
 
 
+def groups_of(model, roles, rules=ALL):
+    mulo.multiply_outputs_(model, roles, rules)
+    return mulo.param_groups(model, roles, rules)
+
+
 def test_roles_of_three_models():
     assert roles_of(MLP) == {
         "0.weight": "input", "0.bias": "input", "2.weight": "hidden", "2.bias": "input",
@@ -47,13 +53,6 @@ def test_roles_of_three_models():
     }
 
 
-class Holder(nn.Module):
-    def __init__(self, **parts):
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
@@ -63,6 +62,8 @@ class Holder(nn.Module):
         (lambda w: nn.ConvTranspose2d(w, 3, 2, bias=False), {"weight": "output"}),
         (lambda w: nn.ConvTranspose2d(3, w, 2, bias=False), {"weight": "input"}),
         (lambda w: nn.Conv2d(w, w, 3, groups=w, bias=False), {"weight": "input"}),
+        (lambda w: nn.ConvTranspose2d(w, w, 3, groups=w, bias=False), {"weight": "input"}),
+        (lambda w: nn.ConvTranspose2d(w, w, 3, groups=4, bias=False), {"weight": "hidden"}),
         (lambda w: nn.Embedding(100, w), {"weight": "input"}),
         (lambda w: nn.BatchNorm2d(w), {"weight": "input", "bias": "input"}),
         (lambda w: nn.LayerNorm((4, w)), {"weight": "input", "bias": "input"}),
@@ -136,32 +137,142 @@ def test_roles_of_random_nets(kind, embedding, sizes, options, width):
         before, grew = part.weight.shape[weights_of(part)[0].out_axis], grows
     roles = roles_of(build, width)
     assert roles == dict.fromkeys(dict(model.named_parameters()), "input") | expected
-    for group in mulo.param_groups(model, roles):
+    for group in groups_of(model, roles):
         assert all(group["scale"] == pytest.approx(scales.get(p, 1.0)) for p in group["params"])
 
 
 def test_a_bare_table_is_input_with_a_warning():
-    with pytest.warns(UserWarning, match=r"'pos' \(9, 16\).*table \(input\).*mulo\.Readout"):
+    with pytest.warns(UserWarning, match=r"'pos' \(1\) are taken as tables.*mulo\.Readout"):
         roles = roles_of(lambda w: Holder(pos=nn.Parameter(torch.zeros(9, w))))
     assert roles == {"pos": "input"}
 
 
-def tied(w):
-    model = Holder(tokens=nn.Embedding(50, w), head=nn.Linear(w, 50, bias=False))
-    model.head.weight = model.tokens.weight
+class Matmul(nn.Module):
+    """x @ W: one matrix, or one per expert."""
+
+    def __init__(self, fan_in, fan_out, experts=(), out_axis=None):
+        super().__init__()
+        self.W = nn.Parameter(torch.zeros(*experts, fan_in, fan_out))
+        if out_axis is not None:
+            self.out_axis = {"W": out_axis}
+
+    def forward(self, x):
+        return x @ self.W
+
+
+def test_the_orientation_of_a_bare_matrix():
+    """Unknown, it warns; `out_axis` on its module gives fan_in, init, scale and role."""
+    with pytest.warns(UserWarning, match=r"'W' \(1\) are taken as \(out, in\).*out_axis = "):
+        roles_of(lambda w: Matmul(w, 4 * w))
+    for axis, fan_in in ((1, 64), (-1, 64), (0, 256)):
+        build = lambda w: Matmul(w, 4 * w, out_axis=axis)  # noqa: B023, E731
+        with warnings.catch_warnings(action="error"):
+            roles = roles_of(build)
+        model = mulo.init_(copy.deepcopy(build(64)), roles)
+        (group,) = mulo.param_groups(model, roles)
+        assert (group["fan_in"], group["scale"], group["kind"]) == (fan_in, 1 / fan_in, "hidden")
+        assert group["out_axis"] == axis % 2
+        assert float(model.W.detach().var()) == pytest.approx(1 / fan_in, rel=0.1)
+    assert roles_of(lambda w: Matmul(3, w, out_axis=1)) == {"W": "input"}  # not a table
+    assert roles_of(lambda w: Matmul(w, 3, out_axis=1)) == {"W": "output"}
+    with pytest.raises(ValueError, match="must be one of its last two axes"):
+        roles_of(lambda w: Matmul(w, w, (3,), out_axis=0))
+
+
+def test_a_stack_of_matrices():
+    """Experts as one parameter: the role needs `out_axis`, the fan_in is that of one expert."""
+    with pytest.raises(ValueError, match=r"out_axis = \{'W': -2\} on its module if it is a stack"):
+        roles_of(lambda w: Matmul(w, 4 * w, (3,)))
+    for axis, fan_in, group_axis in ((-1, 8, -1), (2, 8, -1), (-2, 32, 1), (1, 32, 1)):
+        build = lambda w: Matmul(w, 4 * w, (3,), axis)  # noqa: B023, E731
+        (group,) = mulo.param_groups(build(8), roles_of(build))
+        assert (group["scale"], group["out_axis"], group["area"]) == (1 / fan_in, group_axis, 1)
+        opt = mulo.MuLO([group], small())
+        group["params"][0].square().sum().backward()
+        opt.step()
+
+
+class Conv1D(nn.Module):
+    """As in transformers: linear, and stores (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.weight = nf, nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.ones(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_conv1d_of_transformers():
+    def build(w):
+        return nn.Sequential(Conv1D(w, 3), Conv1D(4 * w, w), Conv1D(5, 4 * w))
+
+    roles = roles_of(build)
+    assert [roles[f"{k}.weight"] for k in range(3)] == ["input", "hidden", "output"]
+    model = mulo.init_(build(16), roles, zero_output=False)
+    scales = {n: g for g in mulo.param_groups(model, roles) for n in g["names"]}
+    assert scales["1.weight"]["scale"] == 1 / 16
+    assert scales["1.weight"]["out_axis"] == 1
+    assert scales["1.bias"]["kind"] == "bias"
+    assert float(model[1].weight.detach().var()) == pytest.approx(1 / 16, rel=0.2)
+    x = torch.randn(2, 64)
+    plain = x @ model[2].weight + model[2].bias
+    torch.testing.assert_close(model[2](x), plain / 64)
+    assert list(layer_outputs(model, torch.randn(2, 3))) == ["0", "1", "2"]
+
+
+class Inner(nn.Sequential):
+    """Only the inner size grows: its second layer looks like an output."""
+
+    def __init__(self, width):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, width), nn.Linear(width, 4), nn.Linear(4, 2))
+
+
+def heads(width):
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), nn.Linear(width, 3))
+
+
+@pytest.mark.parametrize(("build", "names"), [(Inner, r"'\*\.weight' \(1\)"), (heads, r".*\(2\)")])
+def test_doubtful_outputs_warn(build, names):
+    fix = "scale every inner size with the width, or give the others the role 'hidden'"
+    with pytest.warns(UserWarning, match=rf"^{names} are outputs.*{fix}"):
+        roles_of(build)
+
+
+@pytest.mark.parametrize("build", [*FAMILIES, TiedMLP])
+def test_usual_models_do_not_warn(build):
+    with warnings.catch_warnings(action="error"):
+        roles_of(build)
+
+
+def test_padding_rows_stay_zero():
+    def build(w):
+        bag = nn.EmbeddingBag(9, w, padding_idx=1)
+        return nn.ModuleList([nn.Embedding(9, w, padding_idx=0), bag, nn.Embedding(9, w)])
+
+    model = mulo.init_(build(8), roles_of(build))
+    zero_rows = [m.weight.eq(0).all(1).nonzero().flatten().tolist() for m in model]
+    assert zero_rows == [[0], [1], []]
+
+
+def bare_and_tied(w):
+    model = Holder(tokens=nn.Embedding(50, w), rest=Holder(w=None))
+    model.rest.w = model.tokens.weight
     return model
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (tied, "'head.weight' is tied to 'tokens.weight'.*untie"),
-        (lambda w: nn.Bilinear(w, w, w), "'weight'.*fits no role: write the roles by hand"),
+        (bare_and_tied, "'rest.w' is tied to 'tokens.weight'.*untie"),
+        (lambda w: nn.Bilinear(w, w, w), "'weight'.*fits no role: .*else write the roles by hand"),
         (lambda w: nn.Linear(4, 5), "no parameter grows between build\\(16\\)"),
         (lambda w: nn.Sequential(*[nn.Linear(w, w)] + [nn.Linear(w, 2)] * (w > 16)), "same param"),
         (lambda w: nn.Linear(4, int(torch.ones(w).sum().item())), "device='cpu'"),
         (lambda w: nn.Linear(4, int(torch.ones(w).numpy().sum())), "device='cpu'"),
         (lambda w: nn.utils.parametrizations.weight_norm(nn.Linear(4, w)), "remove weight_norm"),
+        (lambda w: nn.utils.parametrizations.spectral_norm(nn.Linear(w, w)), "parametrization"),
     ],
 )
 def test_models_without_roles_are_refused(build, message):
@@ -174,12 +285,14 @@ def test_a_constructor_that_reads_values_needs_the_cpu():
     assert roles == {"weight": "input", "bias": "input"}
 
 
-def test_errors_of_the_model_itself_are_passed_on():
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, KeyError])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_errors_of_the_model_itself_are_passed_on(error, device):
     def build(w):
-        raise RuntimeError("mine")
+        raise error("my metadata")
 
-    with pytest.raises(RuntimeError, match="mine"):
-        roles_of(build, device="cpu")
+    with pytest.raises(error, match=r"^'?my metadata'?$"):
+        roles_of(build, device=device)
 
 
 def test_layers_that_share_a_weight_have_one_role():
@@ -192,7 +305,7 @@ def test_layers_that_share_a_weight_have_one_role():
 
     roles = roles_of(build)
     assert roles == {"0.weight": "input", "0.bias": "input", "1.weight": "hidden"}
-    assert len(mulo.param_groups(build(8), roles)) == 3  # fan_in 4, 1 and 8
+    assert len(groups_of(build(8), roles)) == 3  # fan_in 4, 1 and 8
 
 
 FAN_IN = {  # of each hidden weight, and of the output, at width w
@@ -276,55 +389,6 @@ def test_layer_biases_are_zero_without_the_init_rule(rules):
     assert float(biased.up.bias.detach().std()) == pytest.approx(1, rel=0.2)
 
 
-@pytest.mark.parametrize("layer", [mulo.Readout, nn.Linear])
-def test_the_multiplier_goes_on_once_and_off_again(layer):
-    def build(w):
-        return nn.Sequential(nn.Linear(3, w), layer(w, 4))
-
-    model, roles, x = build(8), roles_of(build), torch.randn(2, 8)
-    for rules, factor in ((ALL, 8), (ALL, 8), ((), 1), (("init",), 1), (ALL, 8)):
-        mulo.init_(model, roles, rules=rules, zero_output=False)
-        plain = nn.functional.linear(x, model[1].weight, model[1].bias)
-        torch.testing.assert_close(model[1](x), plain / factor)
-        torch.testing.assert_close(copy.deepcopy(model)[1](x), plain / factor)
-    assert set(model.state_dict()) == set(build(8).state_dict())
-
-
-@pytest.mark.parametrize("layer", [mulo.Readout, nn.Linear])
-def test_the_multiplier_goes_with_the_role(layer):
-    model, x = nn.Sequential(nn.Linear(3, 8), layer(8, 4)), torch.randn(2, 8)
-    roles = dict.fromkeys((n for n, _ in model.named_parameters()), "input")
-    for role, factor in (("output", 8), ("hidden", 1)):
-        mulo.init_(model, roles | {"1.weight": role}, zero_output=False)
-        plain = nn.functional.linear(x, model[1].weight, model[1].bias)
-        torch.testing.assert_close(model[1](x), plain / factor)
-
-
-def test_an_error_comes_before_any_change():
-    def build(w):
-        return nn.Sequential(
-            nn.Linear(3, w), nn.Linear(w, 5), Holder(w=nn.Parameter(torch.ones(4, w)))
-        )
-
-    model = build(8)
-    roles = dict.fromkeys((n for n, _ in model.named_parameters()), "input")
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="no hook can divide by fan_in"):
-        mulo.init_(model, roles | {"1.weight": "output", "2.w": "output"})
-    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
-    assert not model[1]._forward_hooks
-
-
-def test_convolutional_readouts():
-    def build(w):
-        return nn.Sequential(nn.Conv2d(1, w, 1), nn.ConvTranspose2d(w, 2, 2, groups=2, bias=False))
-
-    model = mulo.init_(build(8), roles_of(build), zero_output=False)
-    x = torch.randn(1, 8, 3, 3)
-    plain = nn.functional.conv_transpose2d(x, model[1].weight, groups=2)
-    torch.testing.assert_close(model[1](x), plain / (4 * 2 * 2))  # 4 inputs a group, a 2x2 kernel
-
-
 def test_roles_by_hand_and_their_errors():
     roles = roles_of(MLP)
     with pytest.raises(ValueError, match=r"'6\.weight' is 'none': give it one of \('input'"):
@@ -337,7 +401,7 @@ def test_roles_by_hand_and_their_errors():
     with pytest.raises(ValueError, match=r"'w' is an output but not the weight of a layer"):
         mulo.init_(bare, {"w": "output"})
     mulo.init_(bare, {"w": "output"}, rules=("init", "update"), zero_output=False)
-    groups = mulo.param_groups(MLP(8), dict.fromkeys(roles, "hidden"))
+    groups = groups_of(MLP(8), dict.fromkeys(roles, "hidden"))
     assert {g["scale"] for g in groups} == {1.0, 1 / 8, 1 / 12}
     with pytest.raises(TypeError, match="build must be a function"):
         mulo.infer_roles(MLP(8), 8)
@@ -348,7 +412,7 @@ def test_roles_by_hand_and_their_errors():
 def test_groups_have_names_roles_and_kinds(family, rules):
     """Names are parallel to params; all tensors of a group have its role and its kind."""
     model, roles, seen = family(8), roles_of(family), set()
-    for group in mulo.param_groups(model, roles, rules):
+    for group in groups_of(model, roles, rules):
         named = dict(zip(group["names"], group["params"], strict=True))
         assert all(model.get_parameter(name) is p for name, p in named.items())
         assert {group["role"]} == {roles[name] for name in named}
@@ -361,7 +425,7 @@ def test_the_table_of_groups():
     model = nn.Sequential(nn.Linear(3, 8), *(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 2))
     roles = dict.fromkeys((n for n, _ in model.named_parameters()), "input")
     roles |= {f"{k}.weight": "hidden" for k in (1, 2, 3)} | {"4.weight": "output"}
-    opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.SmallFC())
+    opt = mulo.MuLO(groups_of(model, roles), mulo.SmallFC())
     opt.param_groups[0]["lr"] = torch.tensor(0.5)
     assert repr(opt).splitlines() == [
         "MuLO (small_fc)",
@@ -369,7 +433,7 @@ def test_the_table_of_groups():
         "input   1        1      0.5  8x3",
         "bias    5        1      1    8 (4), 2",
         "hidden  3        0.125  1    8x8 (3)",
-        "output  1        1      1    2x8",
+        "output  1        1      1    2x8 4.weight",
     ]
     many = mulo.MuLO([nn.Parameter(torch.zeros(n)) for n in range(1, 7)], mulo.SmallFC())
     assert repr(many).splitlines()[-1] == "none  6        1      1   1, 2, 3, 4, ..."
@@ -377,9 +441,10 @@ def test_the_table_of_groups():
 
 def test_wrapped_models_keep_their_roles():
     roles = roles_of(MLP)
-    groups = len(mulo.param_groups(MLP(8), roles))
-    compiled = torch.compile(MLP(8), backend="eager")
-    for model in (compiled, nn.DataParallel(compiled), torch.compile(nn.DataParallel(MLP(8)))):
+    plain = mulo.init_(MLP(8), roles)
+    groups = len(mulo.param_groups(plain, roles))
+    compiled = torch.compile(plain, backend="eager")
+    for model in (compiled, nn.DataParallel(compiled), torch.compile(nn.DataParallel(plain))):
         assert len(mulo.param_groups(model, roles)) == groups
 
 
@@ -399,11 +464,20 @@ def test_layer_outputs():
     assert torch.equal(layer_outputs(model, x)["6"], model(x))
 
 
-def test_frozen_parameters_are_left_out():
-    model = MLP(8)
-    model[0].weight.requires_grad_(False)
-    groups = mulo.param_groups(model, roles_of(MLP))
-    assert sum(len(g["params"]) for g in groups) == 7
+def test_frozen_parameters_wait_for_a_gradient():
+    """They stay in their groups without state; unfrozen, they train. Integers are left out."""
+    net, roles, (x, y) = MLP(8), roles_of(MLP), task(MLP)
+    net[0].weight.requires_grad_(False)
+    mulo.init_(net, roles)
+    opt, before = mulo.MuLO(mulo.param_groups(net, roles), small()), net[0].weight.clone()
+    train(net, opt, 2, x, y)
+    assert torch.equal(net[0].weight, before)
+    assert net[0].weight not in opt.state
+    net[0].weight.requires_grad_(True)
+    train(net, opt, 2, x, y)
+    assert not torch.equal(net[0].weight, before)
+    net[2].weight = nn.Parameter(torch.ones(8, 8, dtype=torch.uint8), requires_grad=False)
+    assert "2.weight" not in {n for g in mulo.param_groups(net, roles) for n in g["names"]}
 
 
 def check(family, rules=ALL, eps="relative", widths=(64, 512), steps=4):
@@ -482,7 +556,7 @@ def test_factors_beyond_the_paper():
         body = nn.Conv2d(width, width, 3), nn.GroupNorm(2, width), nn.Flatten()
         return nn.Sequential(nn.Conv2d(2, width, 5), *body, nn.Linear(width, 3))
 
-    groups = mulo.param_groups(build(8), mulo.infer_roles(build, 8))
+    groups = groups_of(build(8), mulo.infer_roles(build, 8))
     found = {g["kind"]: g for g in groups}
     assert set(found) == {"input", "conv", "output", "norm", "bias"}
     assert (found["input"]["fan_in"], found["conv"]["area"]) == (50, 9)

@@ -64,9 +64,34 @@ class Transformer(nn.Module):
         return self.head(self.norm3(x))
 
 
+class TiedMLP(nn.Module):
+    """A residual MLP on tokens; its embedding and readout share their weight, as in GPT-2."""
+
+    def __init__(self, width: int, vocab: int = 11):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
+        self.body, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):  # (b,)
+        x = self.tokens(x)
+        return self.head(self.norm(x + self.body(x).relu()))
+
+
+class Holder(nn.Module):
+    """A module of these parts, without a forward."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
 def task(model_class: type[nn.Module], batch: int = 64, seed: int = 0):
     """Inputs and labels that fit the model: (x, y)."""
     gen = torch.Generator().manual_seed(seed)
+    if model_class is TiedMLP:
+        return torch.arange(11), (3 * torch.arange(11) + 1) % 11
     if model_class is Transformer:
         x = torch.randint(11, (batch, 8), generator=gen)
         return x, (x + x.roll(1, 1)) % 11
