@@ -65,7 +65,7 @@ def check_group(group: dict) -> None:
 def check_shape(p: Tensor, group: dict) -> None:
     """Raise if `param_groups` saw no such shape. ZeRO reorders params, so not by position."""
     shape = tuple(p.shape)
-    if shape not in group.get("shapes", [shape]):
+    if shape not in map(tuple, group.get("shapes", [shape])):  # loaded shapes may be lists
         fix = "FSDP1 flattens parameters, so use fully_shard (FSDP2)"
         name = roles.name_of(p, group)
         raise ValueError(f"parameter {name} has shape {shape} and is no longer whole: {fix}.")

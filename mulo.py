@@ -191,8 +191,8 @@ class MuLO(torch.optim.Optimizer):
         self._warned: set[str] = set()
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
-        defaults |= {"fan_in": 1, "out_axis": 0, "freeze_zero_grad": False, **roles.UNSCALED}
-        super().__init__(params, defaults)
+        defaults |= {"fan_in": 1, "out_axis": 0, "freeze_zero_grad": False, "annealed_to": 0}
+        super().__init__(params, defaults | roles.UNSCALED)
 
     def __repr__(self) -> str:
         head = f"{type(self).__name__} ({self.lo.config.net})"
@@ -393,8 +393,9 @@ class MuLO(torch.optim.Optimizer):
         memory = features.pack_loss_buffer(memory)[0]
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k
-        for s in self.state.values():  # also of parameters without a gradient
-            s["loss"] = memory
+        for s in self.state.values():
+            if "M" in s:  # also without a gradient now
+                s["loss"] = memory
         if config.param_scale_mult:
             scales = {n: (partial(self._param_scale, x), x.shards) for n, x in enumerate(stacks)}
             scales = [x.to(device, alpha.dtype) for _, x in sorted(sharded.replay(scales))]
