@@ -18,10 +18,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -34,6 +33,7 @@ __path__ = [os.path.dirname(os.path.abspath(__file__))]  # files beside this one
 from mulo import features, kernels, roles
 from mulo.checkpoints import from_pylo, from_reference, load, save
 from mulo.features import Accumulators, Dims, Eps, LossBuffer, Numbers, Phi, Rates, trailing
+from mulo.groups import annealed_to, check_group, check_shape, doubts, warn, warn_once
 from mulo.kernels import folded, sharded
 from mulo.nets import LO, LOConfig, SmallFC, VeLO, generate, mlp, stacked
 from mulo.nets import NETS as NETS  # not public, but used by other modules
@@ -157,50 +157,18 @@ def moments_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
 # ---------------------------------------------------------------- the Optimizer
 
 
-def all_reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:
-    """x, reduced over all processes."""
-    x = x.clone()
-    dist.all_reduce(x, op)
-    return x
-
-
-def mismatch(mup: bool | None, params: Iterable) -> str | None:
-    """Say how the groups contradict `mup` (meta-trained under μP; None: unknown), if they do."""
-    scales = [g["scale"] for g in params if isinstance(g, dict) and "scale" in g]
-    if mup and not scales:
-        return (
-            "under μP, and these parameters have no roles, so wide nets will not train: use "
-            "mulo.param_groups(model, roles), and mulo.init_ before it."
-        )
-    if mup is False and any(scale != 1 for scale in scales):
-        fix = "pass rules=() to mulo.param_groups and mulo.init_"
-        return f"without μP, and these parameters are scaled by it: {fix}."
-    return None
-
-
-def check_group(group: dict) -> None:
-    """Raise unless a param group has numbers in their ranges and real parameters."""
-    for name, least in {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}.items():
-        value = group[name]
-        if not (isinstance(value, Real | Tensor) and value >= least):
-            raise ValueError(f"{name} must be a number of {least} or more, not {value!r}.")
-    for p in group["params"]:
-        if not p.is_floating_point():
-            raise ValueError(f"parameters must be real floating point, not {p.dtype}.")
-    if group["out_axis"] not in (0, 1, -1):
-        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
-
-
 class MuLO(torch.optim.Optimizer):
     """Trains a model with a learned optimizer, SmallFC or VeLO.
 
     A torch optimizer like any other, with these keys in its param groups:
 
-    lr            a factor on the update, 1 by default. Attaching a torch LR scheduler disables the
-                  built-in annealing (LOConfig.anneal)
+    lr            a factor on the update, 1 by default. The built-in annealing (LOConfig.anneal)
+                  continues only in steps with lr = 1 and without a torch LR scheduler
     weight_decay  decoupled: a parameter shrinks by lr * weight_decay per step
+    freeze_zero_grad  leave entries whose gradient is exactly 0 as they are, such as unused rows of
+                  an embedding; off by default, so they move. Accumulators decay either way
     scale         the μP factor on the update, from `param_groups`; not part of lr, which schedulers
-                  overwrite (`param_groups` also sets fan_in, out_axis, names, role, kind and area)
+                  overwrite (`param_groups` also sets fan_in, out_axis, kind, area, names, shapes)
     step          t, the time that the learned optimizer sees: starts at 0, can be set
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State
@@ -234,15 +202,14 @@ class MuLO(torch.optim.Optimizer):
         if backend not in kernels.BACKENDS:
             choices = ", ".join(kernels.BACKENDS)
             raise ValueError(f"unknown backend {backend!r}: use one of {choices}.")
-        params = params if isinstance(params, Tensor) else list(params)
-        if problem := mismatch(lo.mup, params):
-            warnings.warn(f"this learned optimizer was meta-trained {problem}", stacklevel=2)
         self.lo, self.num_steps, self.backend = lo, num_steps, backend
         self.distributed = distributed
         self._nonfinite: dict[torch.device, Tensor] = {}
+        self._warned: set[str] = set()
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
-        super().__init__(params, defaults | {"fan_in": 1, "out_axis": 0} | roles.UNSCALED)
+        defaults |= {"fan_in": 1, "out_axis": 0, "freeze_zero_grad": False, "annealed_to": 0}
+        super().__init__(params, defaults | roles.UNSCALED)
 
     def __repr__(self) -> str:
         head = f"{type(self).__name__} ({self.lo.config.net})"
@@ -254,13 +221,22 @@ class MuLO(torch.optim.Optimizer):
         self._weights: dict[torch.device, tuple[tuple, Phi, Weights | Phi]] = {}
 
     def add_param_group(self, param_group: dict) -> None:
+        given = dict(param_group)
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
+        for doubt in doubts(given, self.lo.mup, self.defaults):
+            self._warn_once(doubt)
 
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
+    @torch._disable_dynamo  # as torch does for the rest of Optimizer
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
@@ -275,10 +251,16 @@ class MuLO(torch.optim.Optimizer):
                 raise TypeError("step takes a closure or the loss: write step(loss=loss).")
             with torch.enable_grad():
                 loss = closure()
-        velo = self.lo.config.net == "velo"
+        velo, params = self.lo.config.net == "velo", self._with_gradients()
+        if loss is None and not self.state and self._only_creates_state(params):
+            return None
+        if not params and any(group["params"] for group in self.param_groups):
+            self._warn_once(
+                "step() found no gradient: call it after loss.backward(), on parameters of the "
+                "model as it is (FSDP1 replaces them: use fully_shard, FSDP2)."
+            )
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
-        params = self._with_gradients()
         stacks = [self._stack(p, group) for p, group in params]
         phi, alpha = self._generate(params, stacks, loss) if velo and params else ({}, None)
         for device in dict.fromkeys(p.device for p, _ in params):
@@ -293,9 +275,17 @@ class MuLO(torch.optim.Optimizer):
             else:
                 weights = self._weights_on(device)
             grads = [sharded.local_grad(params[k][0]).view_as(stacks[k].p) for k in on_device]
+            kept = [
+                (stacks[k].p, stacks[k].p.clone(), g == 0)
+                for k, g in zip(on_device, grads, strict=True)
+                if params[k][1].get("freeze_zero_grad")
+            ]
             bad = self._advance(backend, weights, [stacks[k] for k in on_device], grads, numbers)
+            for p, before, is_zero in kept:
+                p.copy_(torch.where(is_zero, before, p))
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
+            group["annealed_to"] = annealed_to(group)
             group["step"] = group["step"] + 1
         self._warn_nonfinite()
         return loss
@@ -312,14 +302,23 @@ class MuLO(torch.optim.Optimizer):
             raise RuntimeError(f"MuLO takes dense gradients only: {fix}.")
         return params
 
+    def _only_creates_state(self, params: list[tuple[nn.Parameter, dict]]) -> bool:
+        """Whether this is not a step: torch.distributed.checkpoint creates the state that it loads
+        by a step with lr 0 and gradients 0, which must not count. Creates it then."""
+        if any(group["lr"] != 0 or sharded.any_nonzero(p.grad) for p, group in params):
+            return False
+        for p, group in params:
+            self._stack(p, group)
+        return bool(params)
+
     def _numbers(self, groups: list[dict], device: torch.device) -> Numbers:
         """The numbers of each tensor, (1, T): views of one tensor, to copy to the device once."""
         config, rows = self.lo.config, []
         for g in groups:
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
-            # A torch scheduler is attached: cancel the annealing
-            if "initial_lr" in g and config.t_max and config.net == "small_fc":
-                scale = scale * max(1.0, g["step"] / config.t_max) ** config.anneal
+            if (t := annealed_to(g)) < g["step"] and config.t_max and config.net == "small_fc":
+                times = max(g["step"], config.t_max) / max(t, config.t_max)
+                scale = scale * times**config.anneal  # undo the annealing since t
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
             rows.append((g["step"], g["lr"] * scale, g["lr"] * g["weight_decay"], eps_scale))
         columns = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)  # (4, 1, T)
@@ -352,9 +351,15 @@ class MuLO(torch.optim.Optimizer):
             one = part.view(1, *(part.shape or (1,)))  # a scalar is a vector of one
             acc = Accumulators(*(sharded.local(x).unsqueeze(0) for x in tensors))
             dims = features.factored_dims(tuple(p.shape), group["out_axis"])
+            check_shape(p, group)
             shards = sharded.shards_of(p, roles.name_of(p, group))
             if shards and self.backend == "kernel":
                 raise ValueError('kernels do not take sharded parameters: pass backend="auto".')
+            if shards and self.backend == "auto":
+                warn_once(
+                    "MuLO steps sharded parameters without a kernel, several times slower: "
+                    'pass backend="folded" to silence this warning.'
+                )
             rows = None if shards else kernels.rows(one, acc, dims)
             stack = Stack(one, acc, dims, rows, shards)
             cached = self._stacks[p] = layout, tensors, stack
@@ -383,8 +388,8 @@ class MuLO(torch.optim.Optimizer):
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
         loss, share = loss.reshape(1), None
         if self.distributed and dist.is_available() and dist.is_initialized():
-            loss = all_reduce(loss / dist.get_world_size(), dist.ReduceOp.SUM)
-            share = partial(all_reduce, op=dist.ReduceOp.MAX)
+            loss = sharded.all_reduce(loss / dist.get_world_size(), dist.ReduceOp.SUM)
+            share = partial(sharded.all_reduce, op=dist.ReduceOp.MAX)
         states = [self.state[p] for p, _ in params]
         memory = next((s["loss"].to(device) for s in self.state.values() if "loss" in s), None)
         if memory is None:
@@ -403,7 +408,10 @@ class MuLO(torch.optim.Optimizer):
         )
         memory = features.pack_loss_buffer(memory)[0]
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
-            s["h"], s["cell"], s["loss"] = h_k, cell_k, memory
+            s["h"], s["cell"] = h_k, cell_k
+        for s in self.state.values():
+            if "M" in s:  # also without a gradient now
+                s["loss"] = memory
         if config.param_scale_mult:
             alpha = alpha * self._param_scale(moments[..., 0])
         return phi, alpha
@@ -418,15 +426,11 @@ class MuLO(torch.optim.Optimizer):
 
     def _warn_nonfinite(self) -> None:
         """Warn once. Reading the counter syncs a GPU, so check every 100 steps there."""
-        if not self._nonfinite or getattr(self, "_warned", False):
-            return
         on_cpu = all(device.type == "cpu" for device in self._nonfinite)
         if (on_cpu or self.param_groups[0]["step"] % 100 == 0) and self.nonfinite:
-            self._warned = True
-            warnings.warn(
-                f"{self.nonfinite} gradient entries were NaN or infinite and were replaced by 0: "
-                "look for an overflow in the loss, or skip such steps (see MuLO.nonfinite).",
-                stacklevel=5,  # the line that called step(), past torch's wrappers
+            self._warn_once(
+                "gradient entries were NaN or infinite and were replaced by 0: look for an "
+                "overflow in the loss, or skip such steps (see MuLO.nonfinite)."
             )
 
     def _match_state(self, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
@@ -459,9 +463,8 @@ class MuLO(torch.optim.Optimizer):
         """Load a state_dict to continue bit for bit. State stays float32 for bf16 parameters."""
         saved = self._match_state(state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        new_keys = ("names", "role", *roles.UNSCALED)  # missing in older files
-        groups = [{k: g[k] for k in new_keys if k in g} | old for g, old in pairs]
-        super().load_state_dict(state_dict | {"param_groups": groups})  # casts to the p's dtype
+        state_dict = state_dict | {"param_groups": [ours | theirs for ours, theirs in pairs]}
+        super().load_state_dict(state_dict)  # casts to the p's dtype
         for p, state in saved:
             tensors = {
                 k: x.detach().to(p.device, torch.float32, copy=True) for k, x in state.items()
@@ -470,12 +473,12 @@ class MuLO(torch.optim.Optimizer):
         self.state.pop("loss", None)
 
     def __getstate__(self) -> dict:
-        names = ("lo", "num_steps", "backend", "distributed", "_nonfinite")
+        names = ("lo", "num_steps", "backend", "distributed", "_nonfinite", "_warned")
         return super().__getstate__() | {k: self.__dict__[k] for k in names}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("distributed", True)
+        self.__dict__ = {"distributed": True, "_warned": set()} | self.__dict__
         if memory := self.state.pop("loss", None):  # of an older pickle
             memory = features.pack_loss_buffer(LossBuffer(**memory))
             for p_state in self.state.values():

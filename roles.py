@@ -120,6 +120,9 @@ def weights_of(model: nn.Module) -> list[Weight]:
     for prefix, module in model.named_modules():
         for leaf, p in module.named_parameters(recurse=False):
             name = ".".join(x for x in (*prefix.split("."), leaf) if x not in ("", "_orig_mod"))
+            if "_fsdp_wrapped_module" in prefix or leaf == "_flat_param":
+                fix = "use fully_shard (FSDP2)"
+                raise ValueError(f"{name!r}: FSDP1 flattens parameters, so μP cannot apply: {fix}.")
             if leaf in ("weight_g", "original", "original0"):
                 fix = "remove weight_norm or its other parametrization"
                 raise ValueError(f"{name!r}: μP cannot set its initial values, so {fix}.")
@@ -406,8 +409,8 @@ def group_options(w: Weight, role: str, rules: Iterable[str]) -> dict:
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
     """Groups for MuLO with `scale`, the μP factor on the update: 1/fan_in if hidden, else 1.
 
-    Each group also has the `names` of its params, their `role` and their `kind`. MuLO leaves frozen
-    parameters alone while they have no gradient.
+    Each group also has the `names` and `shapes` of its params, their `role` and `kind`. MuLO
+    leaves frozen parameters alone while they have no gradient.
     """
     rules, groups = tuple(rules), {}
     divisors = _divisors(model, roles, rules)
@@ -422,10 +425,11 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     for w, role in _with_roles(model, roles):
         if w.param.requires_grad or w.param.is_floating_point():  # not of a quantized model
             options = group_options(w, role, rules)
-            new = {"params": [], "names": [], **options}
+            new = {"params": [], "names": [], "shapes": [], **options}
             group = groups.setdefault(tuple(options.values()), new)
             group["params"].append(w.param)
             group["names"].append(w.name)
+            group["shapes"].append(tuple(w.param.shape))
     return list(groups.values())
 
 

@@ -88,6 +88,13 @@ def _add(waiting: list[Means]) -> None:
             m.known.append((part[:-1] / part[-1]).view(m.sums.shape))
 
 
+def all_reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:
+    """x, reduced over all processes."""
+    x = x.clone()
+    dist.all_reduce(x, op)
+    return x
+
+
 def shards_of(p: Tensor, name: str) -> Shards | None:
     """How a parameter is sharded; None unless it is a sharded DTensor."""
     if not is_dtensor(p):
@@ -102,6 +109,12 @@ def shards_of(p: Tensor, name: str) -> Shards | None:
         return None
     axis = p.placements[shards[0]].dim % p.ndim
     return Shards(axis - p.ndim, p.device_mesh.get_group(shards[0]))
+
+
+def any_nonzero(x: Tensor) -> bool:
+    """Whether any entry of a tensor, on any process, is not 0."""
+    count = x.count_nonzero()
+    return bool(count.full_tensor() if is_dtensor(count) else count)
 
 
 def local(x: Tensor) -> Tensor:

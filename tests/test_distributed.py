@@ -1,15 +1,18 @@
-"""Two gloo processes train as one process does: DDP, ZeRO, FSDP2, tensor parallelism."""
+"""Two gloo processes train as one process does: DDP, ZeRO, FSDP2, tensor parallelism; DCP."""
 
 import os
 import socket
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
@@ -54,14 +57,14 @@ def optimizer(groups, name):
     return mulo.MuLO(groups, mulo.load(name), lr=0.1, num_steps=STEPS)
 
 
-def train(net, opt, rank=None, measure=lambda: 0.0):
+def train(net, opt, rank=None, measure=lambda: 0.0, steps=STEPS):
     """Noisy batches, half of each for one of two processes; VeLO gets the loss of its own half.
 
     One process averages the losses of the halves: VeLO compares losses, so rounding matters.
     """
     gen, total = torch.Generator().manual_seed(1), 0.0
     teacher = torch.randn(16, 3, generator=gen)
-    for _ in range(STEPS):
+    for _ in range(steps):
         x = torch.randn(BATCH, 16, generator=gen)
         y = (x @ teacher + torch.randn(BATCH, 3, generator=gen)).argmax(1)
         halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
@@ -104,24 +107,84 @@ def split(how, rank, name):
     return net, optimizer(groups, name)
 
 
+def whole(net):
+    """The parameters, gathered from all processes."""
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in net.parameters()]
+
+
+def load(net, opt, folder):
+    """Load what `dcp.save` wrote, as torch documents it."""
+    model_state, opt_state = get_state_dict(net, opt)
+    assert {g["step"] for g in opt.param_groups} == {0}  # torch created the state by a step
+    assert not any(x.any() for state in opt.state.values() for x in (state["V"], state["r"]))
+    state = {"net": model_state, "opt": opt_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(net, opt, model_state_dict=state["net"], optim_state_dict=state["opt"])
+
+
+def check_fsdp2(rank, name, net, opt, folder):
+    """Save, load into new shards, and continue; refusals."""
+    saved = dict(zip(("net", "opt"), get_state_dict(net, opt), strict=True))
+    assert saved["opt"]["state"]["inner.2.weight"]["V"].placements == net.inner[2].weight.placements
+    dcp.save(saved, checkpoint_id=f"{folder}/{name}")
+    again, loaded = split("fsdp2", rank, name)
+    load(again, loaded, f"{folder}/{name}")
+    for a, b in ((net, opt), (again, loaded)):
+        train(a, b, rank, steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(whole(net), whole(again), strict=True))
+    torch.save(whole(net), f"{folder}/continued_{name}_{rank}.pt")
+
+    for group in opt.param_groups:
+        group["freeze_zero_grad"] = True
+    before = whole(net)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    net.inner[0].weight.grad *= 0
+    opt.step(loss=1.0)
+    same = [torch.equal(a, b) for a, b in zip(before, whole(net), strict=True)]
+    assert [n for (n, _), x in zip(net.named_parameters(), same, strict=True) if x] == [
+        "inner.0.weight"
+    ]
+    opt.backend = "kernel"
+    opt._forget()
+    with pytest.raises(ValueError, match="kernels do not take sharded parameters"):
+        opt.step(loss=1.0)
+
+
+def check_fsdp1_is_refused(use_orig_params):
+    net, roles = make()
+    groups = mulo.param_groups(net, roles)
+    opt = optimizer(groups, "mulo_m")
+    wrapped = FSDP1(net, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"FSDP1 flattens parameters.*use fully_shard \(FSDP2\)"):
+        mulo.param_groups(wrapped, roles)
+    nn.functional.cross_entropy(wrapped(torch.ones(2, 16)), torch.zeros(2).long()).backward()
+    if use_orig_params:
+        for step in (opt.step, lambda: optimizer(groups, "mulo_m")):
+            with pytest.raises(ValueError, match=r"so use fully_shard \(FSDP2\)"):
+                step()
+        assert not any(x.any() for state in opt.state.values() for x in state.values())
+    else:  # the model has other parameters now
+        with pytest.warns(UserWarning, match="found no gradient.*fully_shard"):
+            opt.step()
+
+
 def worker(rank, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    for how, name in CASES:
-        net, opt = split(how, rank, name)
-        if how == "fsdp2":
-            refused = optimizer(opt.param_groups, name)
-            refused.backend = "kernel"
-            with pytest.raises(ValueError, match="kernels do not take sharded parameters"):
-                train(net, refused, rank)
-            opt.zero_grad()
-        whole = how == "tensor"  # every process sees the whole batch
-        train(net, opt, None if whole else rank)
-        params = [getattr(p, "full_tensor", lambda p=p: p)() for p in net.parameters()]
-        torch.save([p.detach() for p in params], f"{folder}/{how}_{name}_{rank}.pt")
-        if how == "fsdp2":
-            saved = get_optimizer_state_dict(net, opt)["state"]["inner.2.weight"]
-            assert saved["V"].placements == net.inner[2].weight.placements
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for how, name in CASES:
+            net, opt = split(how, rank, name)
+            # tensor parallelism: every process sees the whole batch
+            train(net, opt, None if how == "tensor" else rank)
+            torch.save(whole(net), f"{folder}/{how}_{name}_{rank}.pt")
+            if how == "fsdp2":
+                check_fsdp2(rank, name, net, opt, folder)
+    said = [w.filename for w in caught if "sharded parameters without a kernel" in str(w.message)]
+    assert said == [__file__]
+    for use_orig_params in (True, False):
+        check_fsdp1_is_refused(use_orig_params)
     dist.barrier()
     os._exit(0)  # gloo's threads can abort the shutdown of the interpreter
 
@@ -152,7 +215,7 @@ def alone():
             return size
 
         total = train(net, opt, measure=largest_update)
-        results[name] = [p.detach() for p in net.parameters()], total
+        results[name] = whole(net), total
     return results
 
 
@@ -163,3 +226,14 @@ def test_two_processes_are_one(trained, alone, how, name):
         theirs = torch.load(trained / f"{how}_{name}_{rank}.pt", weights_only=True)
         error = max(float((a - b).abs().max()) for a, b in zip(theirs, params, strict=True))
         assert error <= 1e-5 * total
+
+
+@pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
+def test_checkpoint_of_two_processes_continues_in_one(trained, alone, name):
+    net, roles = make()
+    opt = optimizer(mulo.param_groups(net, roles), name)
+    load(net, opt, trained / name)
+    train(net, opt, steps=2)
+    theirs = torch.load(trained / f"continued_{name}_0.pt", weights_only=True)
+    error = max(float((a - b).abs().max()) for a, b in zip(theirs, whole(net), strict=True))
+    assert error <= 1e-5 * alone[name][1]

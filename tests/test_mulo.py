@@ -312,7 +312,7 @@ def test_zero_gradients_and_empty_tensors():
 
 def test_parameters_without_roles_are_warned_of():
     p = nn.Parameter(torch.zeros(2, 3))
-    with pytest.warns(UserWarning, match=r"meta-trained under μP.*use mulo.param_groups"):
+    with pytest.warns(UserWarning, match=r"meta-trained under μP.*mulo.param_groups"):
         mulo.MuLO([p], mulo.load("mulo_m"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
