@@ -16,6 +16,7 @@
 // Passes run over blocks of ROWS rows and COLS columns. A block is summed in float32, and blocks are
 // added in float64 in a fixed order: the result does not depend on the number of threads.
 // Compile with -DHIDDEN (size), -DLAYERS (hidden layers), -DFEATURES (39 small_fc, 30 velo, 29 velo_paper).
+// Built-in functions of gcc and clang stand for those of immintrin.h, which takes long to parse.
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
@@ -26,9 +27,6 @@
 #include <system_error>
 #include <thread>
 #include <vector>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 #ifdef __AVX512F__
 #define WIDTH 16
 #elif defined(__AVX2__)
@@ -50,8 +48,9 @@ struct Settings {  // of one call
     float shift;     // of the time features tanh(t / x - shift)
 };
 
-constexpr int W = WIDTH, H = HIDDEN, ROWS = H < 16 ? 32 : 16, COLS = std::clamp(32768 / H / W * W, 64, 1024);
-constexpr int PADDED = COLS + 2 * W;
+constexpr int W = WIDTH, H = HIDDEN, ROWS = H < 16 ? 32 : 16;
+constexpr int NV = W == 16 ? 1 : 2, GROUP = 8 / NV;  // vectors that share a weight, outputs at a time
+constexpr int COLS = std::clamp((W == 16 ? 32768 : 8192) / H / W * W, 64, 1024), PADDED = COLS + 4 * W;
 constexpr bool VELO = FEATURES != 39;
 constexpr float CLIP = VELO ? 1000 : 1e15f;
 // Dense features in the network's order: g, [clipped g,] p, M, V, M/sqrt(V), 1/sqrt(V), F_grad,
@@ -65,22 +64,23 @@ typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t Int __attribute__((vector_size(4 * W)));
 typedef Vec Memory __attribute__((aligned(4), may_alias));  // a Vec at any address
 
-static inline Vec all(float x) { return Vec{} + x; }
+static inline Vec all(float x) { return x - Vec{}; }  // x + 0 is not x if x is -0
 static inline Vec load(const float *x) { return *(const Memory *)x; }
 static inline void store(float *x, Vec y) { *(Memory *)x = y; }
 
 static inline Vec maximum(Vec x, Vec y) {  // NaN where x is NaN, as in torch
-#if WIDTH == 16
-    return _mm512_max_ps(y, x);
+#if WIDTH == 16  // of the code below, compilers make two instructions
+    asm("vmaxps %1, %2, %0" : "=v"(y) : "v"(x), "v"(y));
+    return y;
 #endif
     return y > x ? y : x;
 }
 
 static inline Vec rsqrt(Vec x) {  // of normal numbers
 #if WIDTH == 16
-    Vec y = _mm512_rsqrt14_ps(x);
+    Vec y = __builtin_ia32_rsqrt14ps512_mask(x, Vec{}, -1);
 #elif WIDTH == 8
-    Vec y = _mm256_rsqrt_ps(x);
+    Vec y = __builtin_ia32_rsqrtps256(x);
 #else
     Vec y;
     for (int l = 0; l < W; l++) y[l] = 1 / std::sqrt(x[l]);
@@ -99,15 +99,18 @@ static inline Vec exp(Vec x) {  // 2^n e^f with |f| <= log(2) / 2
 
 struct Lanes {  // W entries, of which the first n exist
     long n;
-    Vec only(Vec x) const {
+    Int mask() const {
         Int lane;
         for (int l = 0; l < W; l++) lane[l] = l;
-        return n >= W ? x : lane < int32_t(n) ? x : Vec{};
+        return lane < int32_t(n);
     }
+    Vec only(Vec x) const { return n >= W ? x : mask() ? x : Vec{}; }
     Vec load(const float *x) const {
         if (n >= W) return ::load(x);
 #if WIDTH == 16
-        return _mm512_maskz_loadu_ps((1u << n) - 1, x);
+        return __builtin_ia32_loadups512_mask(x, Vec{}, (1u << n) - 1);
+#elif WIDTH == 8
+        return __builtin_ia32_maskloadps256((const Vec *)x, mask());
 #endif
         Vec y{};
         for (int l = 0; l < n; l++) y[l] = x[l];
@@ -116,7 +119,9 @@ struct Lanes {  // W entries, of which the first n exist
     void store(float *x, Vec y) const {
         if (n >= W) return ::store(x, y);
 #if WIDTH == 16
-        return _mm512_mask_storeu_ps(x, (1u << n) - 1, y);
+        return __builtin_ia32_storeups512_mask(x, y, (1u << n) - 1);
+#elif WIDTH == 8
+        return __builtin_ia32_maskstoreps256((Vec *)x, mask(), y);
 #endif
         for (int l = 0; l < n; l++) x[l] = y[l];
     }
@@ -168,7 +173,7 @@ struct Work {  // shared by the threads that work on a tensor. Index 0 is for X'
 
 struct Own {  // buffers of one thread
     alignas(64) float g[PADDED], column[PADDED], d[PADDED], m[PADDED], lane[PADDED];  // of a block's row
-    alignas(64) float x[6][PADDED];        // a row's rho (3) and vectors (3) of X, repeated
+    alignas(64) float side[2][6][PADDED];  // a line's rho (3) and vectors (3) of X and Y
     alignas(64) float bias[2][H][PADDED];  // the features of X's and Y's vectors times W0
     float w0[DIAGONAL][H], w_axis[2][6][H], b0[H], w_last[H][2], b_last[2];  // folded
     double mean[COLS];
@@ -178,26 +183,30 @@ struct Own {  // buffers of one thread
 // ---- the network: y = [relu](x w + bias) for w (N, M), G outputs at a time in K partial sums ----
 
 template <int N, int M, int G, bool Relu, class B>
-static inline void outputs(const float *w, const Vec *x, Vec *y, int j, B bias) {
-    constexpr int K = N % 4 || G > 4 ? 1 : G > 2 ? 2 : 4;
-    Vec s[K][G];
+static inline void outputs(const float *w, const Vec (*x)[NV], Vec (*y)[NV], int j, B bias) {
+    constexpr int K = N % 4 || G * NV > 4 ? 1 : G * NV > 2 ? 2 : 4;
+    Vec s[K][G][NV];
     for (int k = 0; k < K; k++)
-        for (int i = 0; i < G; i++) s[k][i] = k ? Vec{} : bias(j + i);
+        for (int i = 0; i < G * NV; i++) s[k][i / NV][i % NV] = k ? Vec{} : bias(j + i / NV, i % NV);
 #pragma GCC unroll W
     for (int n = 0; n < N; n += K)
         for (int k = 0; k < K; k++)
-            for (int i = 0; i < G; i++) s[k][i] += w[(n + k) * M + j + i] * x[n + k];
-    for (int i = 0; i < G; i++) {
-        for (int k = 1; k < K; k++) s[0][i] += s[k][i];
-        y[j + i] = Relu ? maximum(s[0][i], Vec{}) : s[0][i];
-    }
+            for (int i = 0; i < G; i++) {
+                const Vec weight = all(w[(n + k) * M + j + i]);
+                for (int v = 0; v < NV; v++) s[k][i][v] += weight * x[n + k][v];
+            }
+    for (int i = 0; i < G; i++)
+        for (int v = 0; v < NV; v++) {
+            for (int k = 1; k < K; k++) s[0][i][v] += s[k][i][v];
+            y[j + i][v] = Relu ? maximum(s[0][i][v], Vec{}) : s[0][i][v];
+        }
 }
 
 template <int N, int M, bool Relu, class B>
-static inline void layer(const float *w, const Vec *x, Vec *y, B bias) {
-    if constexpr (M >= 8)
-        for (int j = 0; j + 8 <= M; j += 8) outputs<N, M, 8, Relu>(w, x, y, j, bias);
-    if constexpr (M % 8 != 0) outputs<N, M, M % 8, Relu>(w, x, y, M / 8 * 8, bias);
+static inline void layer(const float *w, const Vec (*x)[NV], Vec (*y)[NV], B bias) {
+    if constexpr (M >= GROUP)
+        for (int j = 0; j + GROUP <= M; j += GROUP) outputs<N, M, GROUP, Relu>(w, x, y, j, bias);
+    if constexpr (M % GROUP != 0) outputs<N, M, M % GROUP, Relu>(w, x, y, M / GROUP * GROUP, bias);
 }
 
 // ---- one tensor ----
@@ -215,8 +224,12 @@ static float safe(float x, float factor = 1) { return x <= 1e-28f ? 1 : factor *
 class Step {
     Team &team; const Settings &s; const Row t; Work &work; Own &own;
     const long N = t.Y * t.C, rows = t.A * t.X * t.B, batches = t.A * t.B, size = rows * N;
-    const long down = (t.X + ROWS - 1) / ROWS, across = (N + COLS - 1) / COLS, blocks = batches * down * across;
     const bool vector = t.kind == 0, relative = s.relative;
+    // Blocks are made of lines: a row, or `joined` short rows for `tall` indices x and all b
+    const bool joined = !vector && N < 4 * W && t.B * N <= COLS;
+    const long tall = joined ? COLS / (t.B * N) : 1, period = joined ? t.B * N : std::min<long>(t.C, COLS);
+    const long down = (t.X + ROWS * tall - 1) / (ROWS * tall), across = (N + COLS - 1) / COLS;
+    const long blocks = (joined ? t.A : batches) * down * across;
     const Axis axis[2] = {{t.kind == 1 ? t.r : t.c, rows * t.C, t.A, t.X, t.B * t.C, t.kind == 1},
                           {t.kind == 1 ? t.c : t.r, batches * N, batches, t.Y, t.C, t.kind == 2}};
     const long chunks_x = (axis[0].size + COLS - 1) / COLS, chunks = chunks_x + (axis[1].size + COLS - 1) / COLS;
@@ -230,9 +243,11 @@ class Step {
     const float add_grad = relative ? 0 : e9, add_mom = relative || VELO ? 0 : e6;
 
     Block block(long i) const {
-        long j = i % across * COLS, x = i / across % down * ROWS;
-        return {i, i / across / down, x, std::min(x + ROWS, t.X), j, std::min<long>(COLS, N - j)};
+        long j = i % across * COLS, x = i / across % down * ROWS * tall, q = i / across / down * (joined ? t.B : 1);
+        return {i, q, x, std::min(x + ROWS * tall, t.X), j, std::min<long>(COLS, N - j)};
     }
+
+    long length(const Block &b, long x) const { return joined ? std::min(tall, b.x1 - x) * period : b.n; }
 
     long row(long q, long x) const { return (q / t.B * t.X + x) * t.B + q % t.B; }
 
@@ -243,38 +258,47 @@ class Step {
         return own.g;
     }
 
-    // Pass 1; returns false if g must be cleaned. own.column has column sums, own.lane a row's sums at
-    // column % period. The period is a multiple of C, and of W if C is small, which avoids
-    // store-to-load forwarding stalls
+    // Pass 1; returns false if g must be cleaned. own.column has column sums, own.lane a line's sums at
+    // column % span. The span is a multiple of C, and of W if C is small, which avoids
+    // store-to-load forwarding stalls; joined rows are added up later
     bool square(const Block &b, bool clean) {
-        long period = t.C;
-        while (t.C < 128 && (period % W || period < 4 * W)) period *= 2;
-        const long used = std::min(period, b.n) + W;
+        long span = joined ? COLS : t.C;
+        while (span < 128 && (span % W || span < 4 * W)) span *= 2;
+        const long longest = length(b, b.x), used = std::min(span, longest) + W;
         double *old = &work.old[5 * b.id];
         Int largest{};
-        std::fill_n(own.column, b.n + W, 0.f), std::fill_n(old, 5, 0.);
-        for (long x = b.x; x < b.x1; x++) {
-            const long i = row(b.q, x), at = i * N + b.j;
-            const float *g = gradient(at, b.n, clean);
-            for (long j = 0; j < b.n && clean; j++) work.bad += !std::isfinite(t.g[at + j]);
+        std::fill_n(own.column, longest + W, 0.f), std::fill_n(old, 5, 0.);
+        for (long x = b.x; x < b.x1; x += tall) {
+            const long i = row(b.q, x), at = i * N + b.j, n = length(b, x);
+            const float *g = gradient(at, n, clean);
+            for (long j = 0; j < n && clean; j++) work.bad += !std::isfinite(t.g[at + j]);
             std::fill_n(own.lane, used, 0.f);
-            for (long j = 0, phase = 0; j < b.n; j += W) {
-                Vec y = Lanes{b.n - j}.load(g + j);
+            for (long j = 0, phase = 0; j < n; j += W) {
+                Vec y = Lanes{n - j}.load(g + j);
                 Int bits = (Int)y & 0x7fffffff;
                 largest = bits > largest ? bits : largest;  // NaN and infinity exceed all numbers
                 store(own.column + j, load(own.column + j) + y * y);
                 store(own.lane + phase, load(own.lane + phase) + y * y);
-                if ((phase += W) >= period) phase -= period;
+                if ((phase += W) >= span) phase -= span;
             }
             float *out = &work.sums[0][(b.j / COLS * rows + i) * t.C];
-            std::fill_n(out, t.C, 0.f);
-            if (t.C == 1) *out = total(own.lane, used);
+            std::fill_n(out, joined ? n / t.Y : t.C, 0.f);
+            if (joined)
+                for (long l = 0; l < n; l += N)
+                    for (long c = 0; c < t.C; c++, out++)
+                        for (long y = c; y < N; y += t.C) *out += own.lane[l + y];
+            else if (t.C == 1) *out = total(own.lane, used);
             else for (long l = 0, c = b.j % t.C; l < used; l++, c = c + 1 == t.C ? 0 : c + 1) out[c] += own.lane[l];
-            if (relative) old[1] += total(t.V + at, b.n);
-            for (int k = 0; k < 3 && relative && vector; k++) old[2 + k] += total(t.c + k * N + at, b.n);
+            if (relative) old[1] += total(t.V + at, n);
+            for (int k = 0; k < 3 && relative && vector; k++) old[2 + k] += total(t.c + k * N + at, n);
         }
-        if (!vector) std::copy_n(own.column, b.n, &work.sums[1][(b.x / ROWS * batches + b.q) * N + b.j]);
-        old[0] = total(own.column, b.n);
+        old[0] = total(own.column, longest);
+        const long columns = joined ? period : b.n;
+        std::fill_n(own.mean, columns, 0.);
+        for (long j = 0; j < longest && !vector; j += columns)
+            for (long l = 0; l < columns; l++) own.mean[l] += own.column[j + l];
+        float *out = work.sums[1].data() + b.x / (ROWS * tall) * axis[1].size + b.q * N + b.j;
+        if (!vector) std::copy_n(own.mean, columns, out);
         Int good = (Vec)largest <= CLIP;
         for (int l = 0; l < W; l++)
             if (!good[l]) return false;
@@ -346,7 +370,7 @@ class Step {
 
     // The dense features of the W entries at `at`; pass 2 updates the accumulators
     template <bool Vector, bool Second>
-    inline void features(Vec *X, Lanes in, long at, Vec g, Vec p, const float *rho_x, const float *rho_y) {
+    inline void features(Vec *X, Lanes in, long at, Vec g, Vec p, const float *along, const float *around) {
         Vec V = in.load(t.V + at), q = g * g;
         if (Second) V = lerp(V, q, rate_V), in.store(t.V + at, V);
         Vec inv_M = rsqrt(V + eps_M), inv_V = relative ? rsqrt(V + eps_V) : inv_M;
@@ -364,74 +388,88 @@ class Step {
                 rho_M = rsqrt(maximum(c + add_mom, all(floor_c[k])));
                 X[DENSE + k] = in.only(c * per_r[k]), X[DENSE + 3 + k] = in.only(rsqrt(c + eps_r[k]));
             } else {
-                rho = rho_M = load(rho_x + k * PADDED) * in.load(rho_y + k * axis[1].size);
+                rho = rho_M = in.load(along + k * PADDED) * load(around + k * PADDED);
             }
             X[M_ + k] = M, X[M_INV + k] = M * inv_M, X[F_GRAD + k] = g * rho, X[F_MOM + k] = M * rho_M;
         }
     }
 
-    // Repeat x, C entries of a vector of X, from column j on, with W - 1 more entries for the last lanes
-    void repeat(const float *x, long j, float *out) const {
-        if (t.C == 1) return store(out, all(*x));
-        long period = std::min<long>(t.C, COLS), c = j % t.C, first = std::min(period, t.C - c);
+    // x, from column j on and with W - 1 more entries for the last lanes, repeats after `count` entries
+    void repeat(const float *x, long count, long j, float *out) const {
+        if (count == 1) return store(out, all(*x));
+        long c = j % count, first = std::min(period, count - c);
         std::copy_n(x + c, first, out);
         std::copy_n(x, period - first, out + first);
         for (int l = 0; l < W - 1; l++) out[period + l] = out[l];
     }
 
-    // own.bias: [v, 1/sqrt(v)] times their rows of W0, for n entries of the vectors v (3, stride)
-    void products(bool y, const float *v, long stride, long n) {
-        for (long j = 0; j < n; j += W) {
+    // Each C entries of x, N / C times, as far as n
+    void spread(const float *x, long n, float *out) const {
+        for (long i = 0; i < n; i += N, x += t.C)
+            if (t.C == 1) for (long l = 0; l < N; l += W) store(out + i + l, all(*x));
+            else for (long l = 0; l < N; l++) out[i + l] = x[l % t.C];
+    }
+
+    // own.side of X or Y, whose vectors start at `at`; with `bias` own.bias: [v, 1/sqrt(v)] times their rows of W0
+    void prepare(bool y, long at, long j, long n, bool bias) {
+        for (int k = 0; k < (bias ? 6 : 3); k++) {
+            const float *x = (k < 3 ? work.rho[y].data() : axis[y].v) + k % 3 * axis[y].size + at;
+            if (y == joined) repeat(x, joined ? period : t.C, j, own.side[y][k]);
+            else if (joined) spread(x, n, own.side[y][k]);
+            else std::copy_n(x + j, n, own.side[y][k]);
+        }
+        for (long i = 0; i < (y == joined ? period + W - 1 : n) && bias; i += W) {
             Vec f[6];
-            for (int k = 0; k < 3; k++) f[k] = Lanes{n - j}.load(v + k * stride + j), f[3 + k] = rsqrt(f[k] + eps_r[k]);
+            for (int k = 0; k < 3; k++) f[k] = load(own.side[y][3 + k] + i), f[3 + k] = rsqrt(f[k] + eps_r[k]);
             for (int h = 0; h < H; h++) {
                 Vec out = all(y ? own.b0[h] : 0);
                 for (int k = 0; k < 6; k++) out += own.w_axis[y][k][h] * f[k];
-                store(own.bias[y][h] + j, out);
+                store(own.bias[y][h] + i, out);
             }
         }
     }
 
     // own.d and own.m at j: scale lam1 d and lam2 m
     template <bool Vector>
-    inline void network(const Vec *X, long j, long phase) {
-        Vec hidden[2][H], out[2];
-        layer<Vector ? DIAGONAL : DENSE, H, true>(own.w0[0], X, hidden[0], [&](int h) {
-            return Vector ? all(own.b0[h]) : load(own.bias[1][h] + j) + load(own.bias[0][h] + phase);
+    inline void network(const Vec (*X)[NV], long j, const long *phase) {
+        Vec hidden[2][H][NV], out[2][NV];
+        layer<Vector ? DIAGONAL : DENSE, H, true>(own.w0[0], X, hidden[0], [&](int h, int v) {
+            if (Vector) return all(own.b0[h]);
+            return load(own.bias[!joined][h] + j + v * W) + load(own.bias[joined][h] + phase[v]);
         });
         for (int i = 0; i < LAYERS - 1; i++) {
             const float *w = w1 + i * (H * H + H), *b = w + H * H;
-            layer<H, H, true>(w, hidden[i % 2], hidden[1 - i % 2], [&](int h) { return all(b[h]); });
+            layer<H, H, true>(w, hidden[i % 2], hidden[1 - i % 2], [&](int h, int) { return all(b[h]); });
         }
-        layer<H, 2, false>(own.w_last[0], hidden[(LAYERS - 1) % 2], out, [&](int i) { return all(own.b_last[i]); });
-        store(own.d + j, out[0]), store(own.m + j, out[1]);
+        layer<H, 2, false>(own.w_last[0], hidden[(LAYERS - 1) % 2], out, [&](int i, int) { return all(own.b_last[i]); });
+        for (int v = 0; v < NV; v++) store(own.d + j + v * W, out[0][v]), store(own.m + j + v * W, out[1][v]);
     }
 
     template <bool Vector, bool Second>
     void pass(const Block &b) {  // 2 or 3
         constexpr int D = Vector ? DIAGONAL : DENSE;
-        const long period = std::min<long>(t.C, COLS), wrap = W % period, y = b.q * N + b.j, n = b.n;
-        const long ahead = across > 1 && !Vector ? N * t.B : 512;  // entries to prefetch
+        const long wrap = W % period, ahead = across > 1 && !Vector ? N * t.B : 512;  // entries to prefetch
         Vec sums[D] = {};
-        if (!Vector && !Second) products(true, axis[1].v + y, axis[1].size, n);
-        for (long x = b.x; x < b.x1; x++) {
-            const long i = row(b.q, x), at = i * N + b.j;
-            for (int k = 0; k < 3 && !Vector; k++) {
-                repeat(&work.rho[0][k * axis[0].size + i * t.C], b.j, own.x[k]);
-                if (!Second) repeat(axis[0].v + k * axis[0].size + i * t.C, b.j, own.x[3 + k]);
-            }
-            if (!Vector && !Second) products(false, own.x[3], PADDED, period + W - 1);
-            const float *g = gradient(at, n, dirty), *rho_y = work.rho[1].data() + y;
+        if (!Vector) prepare(true, b.q * N, b.j, b.n, !Second);
+        for (long x = b.x; x < b.x1; x += tall) {
+            const long i = row(b.q, x), at = i * N + b.j, n = length(b, x);
+            if (!Vector) prepare(false, i * t.C, b.j, n, !Second);
+            const float *g = gradient(at, n, dirty);
             float *p = t.p + at;
-            Vec X[D], part[D] = {};
-            for (long j = 0, phase = 0; j < n; j += W) {
+            Vec X[D][NV], part[D] = {};
+            for (long j = 0, phase = 0, phases[NV]; j < n; j += NV * W) {
                 for (const float *x : {t.M, t.M + size, t.M + 2 * size, t.V, t.p, t.g})
                     __builtin_prefetch(x + at + j + ahead);
-                Lanes in{n - j};
-                features<Vector, Second>(X, in, at + j, in.load(g + j), in.load(p + j), own.x[0] + phase, rho_y + j);
-                for (int k = 0; k < D && Second; k++) part[k] += X[k] * X[k];
-                if (!Second) network<Vector>(X, j, phase);
-                if ((phase += wrap) >= period) phase -= period;
+                for (int v = 0; v < NV; v++) {
+                    const long l = j + v * W;
+                    Lanes in{n - l};
+                    Vec x[D];
+                    features<Vector, Second>(x, in, at + l, in.load(g + l), in.load(p + l), own.side[!joined][0] + l, own.side[joined][0] + phase);
+                    for (int k = 0; k < D; k++) Second ? part[k] += x[k] * x[k] : X[k][v] = x[k];
+                    phases[v] = phase;
+                    if ((phase += wrap) >= period) phase -= period;
+                }
+                if (!Second) network<Vector>(X, j, phases);
             }
             for (int k = 0; k < D && Second; k++) sums[k] += part[k];
             for (long j = 0; j < n && !Second; j += W) {  // a loop of its own: exp has a long latency
