@@ -49,8 +49,7 @@ settings.load_profile("fixed")
 
 @pytest.fixture
 def complaint(monkeypatch, capsys):
-    """What a program says as it gives up: complaint(metatrain, "--pairs", 0). Run in this process:
-    another one would spend seconds on imports."""
+    """The error message of a command that must fail: complaint(metatrain, "--pairs", 0)."""
 
     def run(program, *args):
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, args)])

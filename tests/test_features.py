@@ -15,8 +15,8 @@ REFERENCE = Eps("reference", 1e-5)
 
 def all_features(acc, p, g, dims, eps, kind):
     """The network's input without time, (*shape, 28 or 30): raw and normalised."""
-    found = features.parameter_features(p, g, acc, dims, eps, kind).values()
-    x = torch.cat([f.expand(-1, -1, *p.shape[1:]) for f in found], 1)
+    inputs = features.parameter_features(p, g, acc, dims, eps, kind).values()
+    x = torch.cat([x.expand(-1, -1, *p.shape[1:]) for x in inputs], 1)
     ms = x.square().flatten(2).mean(-1)
     normalised = x * features.trailing(features.inverse_rms(ms, eps), x.ndim)
     return x[0].movedim(0, -1), normalised[0].movedim(0, -1)
@@ -285,10 +285,7 @@ def test_clean():
 def test_names_follow_from_the_features():
     """The dict of features is the only list: what is added there is named, counted and seen."""
     names = features.feature_names("small_fc")
-    assert [len(features.feature_names(k)) for k in ("small_fc", "velo", "velo_paper")] == [
-        39,
-        30,
-        29,
-    ]
+    counts = {k: len(features.feature_names(k)) for k in ("small_fc", "velo", "velo_paper")}
+    assert counts == {"small_fc": 39, "velo": 30, "velo_paper": 29}
     assert names[:6] == ("g", "p", "M1", "M2", "M3", "V")
     assert names[-12:-9] == ("M*F3", "t/1", "t/3")

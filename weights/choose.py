@@ -102,7 +102,8 @@ def main() -> None:
         print(sentence)
         runs = [path / "lo.pt" if path.is_dir() else path for path in args.runs]
         for path in runs if args.ship else []:
-            if (recipe := checkpoints.about(path)["recipe"]["name"]) != args.ship:
+            recipe = checkpoints.about(path).get("recipe", {}).get("name")
+            if recipe != args.ship:
                 raise ValueError(f"{path} is a run of {recipe}, not of {args.ship}: leave it out.")
         records = {}
         for path in runs:
