@@ -12,8 +12,8 @@ A learned optimizer becomes one graph per kind of tensor, state in and state out
 
 Each graph is an .onnx file (opset 20) and a .pt2 file (torch.export); one .ts file (TorchScript,
 for libtorch of the same version) has all graphs as methods. <name>.pt is the learned optimizer.
-<name>.json describes the graphs, as metadata in every file do, and has the rules for calling them,
-which examples/README.md explains.
+<name>.json has the rules for calling the graphs, which examples/README.md explains, and a
+description of the graphs, which every file carries.
 """
 
 from __future__ import annotations

@@ -290,17 +290,18 @@ def gather(x) -> list:
     return values
 
 
-class Run:
-    """A trainer with a folder: log.csv, the last checkpoints and, at the end, lo.pt.
+class Run(Trainer):
+    """A Trainer with a folder: log.csv, the last checkpoints and, at the end, lo.pt.
 
     Each rank checkpoints its own nets; rank 0 also writes log.csv and lo.pt.
     """
 
     KEEP = 3  # checkpoints: the last one may be damaged, or missing for a rank that was killed
-    HISTORY = ("rows", "seconds", "command", "commit")  # saved along with the trainer
+    HISTORY = ("rows", "seconds", "command", "commit")  # saved along with the Trainer
 
-    def __init__(self, trainer: Trainer, out: Path):
-        self.trainer, self.out, self.rows, self.seconds = trainer, out, [], 0.0
+    def __init__(self, recipe: Recipe, out: Path, device: str = "cpu"):
+        super().__init__(recipe, new_lo(recipe, device))
+        self.out, self.rows, self.seconds = out, [], 0.0
         self.command = shlex.join(["python", *sys.argv])
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         status, text = subprocess.getstatusoutput(shlex.join([*git, "--exclude=*"]))
@@ -311,13 +312,13 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint and the log."""
-        rank, buffer = self.trainer.rank, io.BytesIO()  # torch.save to a full disk: no OSError
-        torch.save(self.trainer.state_dict() | {k: getattr(self, k) for k in self.HISTORY}, buffer)
-        path = self.out / f"checkpoint_{self.trainer.step:06}_rank{rank}.pt"
+        buffer = io.BytesIO()  # torch.save to a full disk does not raise an OSError
+        torch.save(self.state_dict() | {k: getattr(self, k) for k in self.HISTORY}, buffer)
+        path = self.out / f"checkpoint_{self.step:06}_rank{self.rank}.pt"
         checkpoints.write_atomically(path, buffer.getbuffer())
-        for old in sorted(self.out.glob(f"checkpoint_*_rank{rank}.pt"))[: -self.KEEP]:
+        for old in sorted(self.out.glob(f"checkpoint_*_rank{self.rank}.pt"))[: -self.KEEP]:
             old.unlink()
-        if rank == 0:
+        if self.rank == 0:
             lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
             checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
 
@@ -350,9 +351,8 @@ class Run:
                 raise ValueError(f"the run is at step {state['step']}: give a larger --steps.")
             if name != "steps" and value != state["recipe"][name]:
                 raise ValueError(f"a resumed run keeps its {name}: only --steps can change.")
-        r = Recipe(**state["recipe"] | settings)
-        run = cls(Trainer(r, new_lo(r, device)), out)
-        run.trainer.load_state_dict(state)
+        run = cls(Recipe(**state["recipe"] | settings), out, device)
+        run.load_state_dict(state)
         for name in cls.HISTORY:
             setattr(run, name, state[name])
         run.command += f" && {shlex.join(['python', *sys.argv])}" if "steps" in settings else ""
@@ -363,39 +363,38 @@ class Run:
 
         Ctrl-C stops after the current step, with a checkpoint.
         """
-        trainer, r, first = self.trainer, self.trainer.recipe, self.trainer.step
-        interrupts, stop, saved = [], False, time.monotonic()
+        r, first, interrupts, stop, saved = self.recipe, self.step, [], False, time.monotonic()
         before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        bar = tqdm(total=r.steps, initial=first, desc=r.name, unit="step", disable=trainer.rank > 0)
+        bar = tqdm(total=r.steps, initial=first, desc=r.name, unit="step", disable=self.rank > 0)
         try:
-            while trainer.step < r.steps and not stop:
+            while self.step < r.steps and not stop:
                 start = time.monotonic()
-                self.rows.append(trainer.advance())
+                self.rows.append(self.advance())
                 now = time.monotonic()
                 self.seconds += now - start
                 bar.update()
                 bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}")
-                if trainer.step == first + 1 and trainer.rank == 0:
+                if self.step == first + 1 and self.rank == 0:
                     bar.write(self.forecast(now - start))
                 flags = gather((bool(interrupts), now - saved >= 60 * minutes))
                 stop, due = map(any, zip(*flags, strict=True))
-                if stop or due or trainer.step == r.steps:
+                if stop or due or self.step == r.steps:
                     self.save()
                     saved = now
         finally:
             bar.close()
             signal.signal(signal.SIGINT, before)
-        if trainer.step < r.steps:
+        if self.step < r.steps:
             raise KeyboardInterrupt
-        if trainer.rank == 0:
+        if self.rank == 0:
             about = {"recipe": dataclasses.asdict(r), "command": self.command}
             about |= {"commit": self.commit, "minutes": self.seconds / 60}
             about["meta_loss"] = fmean(row["meta_loss"] for row in self.rows[-20:])
-            mulo.save(trainer.result(), self.out / "lo.pt", **about)
+            mulo.save(self.result(), self.out / "lo.pt", **about)
 
     def forecast(self, seconds: float) -> str:
         """The time and memory of the first outer step, and the hours that the rest will take."""
-        steps, device = self.trainer.recipe.steps - self.trainer.step, self.trainer.phi.device
+        steps, device = self.recipe.steps - self.step, self.phi.device
         text = f"{seconds:.2g} s per outer step, {steps * seconds / 3600:.2g} h for {steps:,} more"
         if device.type == "cuda":
             text += f", peak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB"
@@ -405,8 +404,8 @@ class Run:
 def compare(run: Run, device: str) -> str:
     """Train nets of the widest task, and 8 times wider ones, with the result and with baselines,
     whose learning rates are tuned if results/tuned has none. Saves a picture, returns sentences."""
-    r, results, tuned = run.trainer.recipe, Results(run.out, device), {}
-    task = max(run.trainer.tasks, key=lambda task: task.width)
+    r, results, tuned = run.recipe, Results(run.out, device), {}
+    task = max(run.tasks, key=lambda task: task.width)
     for name in BASELINES:
         tuning = Tuning(name, task.name, r.unroll)
         tuned[name] = best(*tuning.key()) or tuning.run(device)
@@ -477,7 +476,7 @@ def new_or_resumed(args: argparse.Namespace, device: str) -> Run:
     out = args.out or Path("runs") / f"{r.name}_{r.scale}_seed{r.seed}"
     if any(out.glob("checkpoint_*.pt")):
         raise FileExistsError(f"{out} has a run already: add --resume {out}, or --out.")
-    return Run(Trainer(r, new_lo(r, device)), out)
+    return Run(r, out, device)
 
 
 def main(**defaults) -> None:
@@ -488,22 +487,21 @@ def main(**defaults) -> None:
         args.device, sentence = kernels.pick_device(args.device)
         device = join_processes(args.device)
         run = new_or_resumed(args, device)
-        trainer = run.trainer
-        if device == "cpu" and trainer.recipe.scale == "desk":
+        if device == "cpu" and run.recipe.scale == "desk":
             torch.set_num_threads(1)  # tensors are so small that threads slow it down
-        if trainer.rank == 0:
-            print(f"{sentence} Backend: {trainer.particles[0].opt.backend}.")
+        if run.rank == 0:
+            print(f"{sentence} Backend: {run.particles[0].opt.backend}.")
         run.train(args.checkpoint_every)
-        if trainer.rank == 0:
+        if run.rank == 0:
             optimizer = f"The optimizer is {run.out / 'lo.pt'}."
             print(optimizer if args.no_picture else compare(run, device))
     except KeyboardInterrupt:
         if not (run and run.rows):
             sys.exit("metatrain.py: stopped before the first outer step ended.")
-        world, flags = run.trainer.world, ["--resume", str(run.out), "--device", args.device]
-        launcher = f"torchrun --nproc-per-node {world}" if world > 1 else "python"
+        launcher = f"torchrun --nproc-per-node {run.world}" if run.world > 1 else "python"
+        flags = ["--resume", str(run.out), "--device", args.device]
         command = f"{launcher} {shlex.join([sys.argv[0], *flags])}"
-        sys.exit(f"metatrain.py: stopped at step {run.trainer.step}. To continue: {command}")
+        sys.exit(f"metatrain.py: stopped at step {run.step}. To continue: {command}")
     except torch.OutOfMemoryError:
         sys.exit("metatrain.py: out of memory: use a smaller --micro-batch.")
     except (ValueError, OSError, FloatingPointError) as error:

@@ -61,7 +61,7 @@ class Session:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores for torch
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
-        settings = {}
+        provider, settings = PROVIDERS[self.device.type], {}
         if self.device.type == "cpu":
             options.log_severity_level = 4  # errors are raised; on CUDA, warnings help
         else:  # TF32 has 10 bits of mantissa; by default the arena doubles
@@ -73,7 +73,7 @@ class Session:
                 settings["user_compute_stream"] = str(self.stream.cuda_stream)
             self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         with self.current_device_kept():
-            self.session = self.open(graph, options, (PROVIDERS[self.device.type], settings))
+            self.session = self.open(graph, options, (provider, settings))
         text = self.session.get_modelmeta().custom_metadata_map.get("mulo", "")
         export.read_config(text, "the graph" if isinstance(graph, bytes) else graph)
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}

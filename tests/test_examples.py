@@ -143,13 +143,6 @@ def test_wrong_flags_are_errors(start, example):
             start(example, *flags)
 
 
-@OPTIMIZERS
-def test_a_rate_of_zero_is_a_rate(start, optimizer):
-    start(charlm, "--optimizer", optimizer, "--lr", 0, "--steps", 2, "--out", "run")
-    saved = torch.load("run/checkpoint.pt")
-    assert {group["initial_lr"] for group in saved["optimizer"]["param_groups"]} == {0.0}
-
-
 # The same training in every runtime
 
 
@@ -169,10 +162,24 @@ def test_same_training_in_onnxruntime(exported):
     assert f"the same loss, {loss:.4f}," in (ROOT / "examples" / "README.md").read_text()
 
 
-def test_same_training_without_torch(exported):
-    code = "import sys, runpy; sys.modules['torch'] = None; sys.argv.pop(0); "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = run(sys.executable, "-c", code, "examples/embed.py", exported)
+NO_TORCH = "import sys, runpy; sys.modules['torch'] = None; sys.argv.pop(0); "
+NO_TORCH += "runpy.run_path(sys.argv[0], run_name='__main__')"
+JS = ROOT / "examples" / "js"
+needs_node = pytest.mark.skipif(
+    not shutil.which("node") or not (JS / "node_modules" / "onnxruntime-node").exists(),
+    reason="needs Node.js and `npm ci` in examples/js",
+)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([sys.executable, "-c", NO_TORCH, "examples/embed.py"], id="without torch"),
+        pytest.param(["node", JS / "train.mjs"], id="Node.js", marks=needs_node),
+    ],
+)
+def test_same_training_elsewhere(exported, command):
+    done = run(*command, exported)
     assert done.returncode == 0, done.stderr
     assert printed_loss(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
 
@@ -183,19 +190,6 @@ def test_files_that_are_missing_are_one_sentence(tmp_path):
         fix = "run python export.py mulo_m && python examples/desk.py"
         assert done.stderr.splitlines()[-1] == f"no {tmp_path}/{file}: {fix}"  # after onnxruntime's
         (tmp_path / file).touch()
-
-
-JS = ROOT / "examples" / "js"
-
-
-@pytest.mark.skipif(
-    not shutil.which("node") or not (JS / "node_modules" / "onnxruntime-node").exists(),
-    reason="needs Node.js and `npm ci` in examples/js",
-)
-def test_same_training_in_node(exported):
-    done = run("node", JS / "train.mjs", exported)
-    assert done.returncode == 0, done.stderr
-    assert printed_loss(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
 
 
 class Site(http.server.SimpleHTTPRequestHandler):

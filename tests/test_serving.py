@@ -9,13 +9,11 @@ import pickle
 import shutil
 from functools import partial
 
-import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
 from exported_files import inputs_of
-from golden_files import Golden, run, to_torch_layout
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,14 +51,11 @@ def test_inputs_are_checked(exported):
 )
 def test_cuda_is_not_taken_for_granted(exported):
     """The error names the providers that there are."""
-    for make in (
-        partial(Session, exported / "mulo_m.vector.onnx"),
-        partial(OrtMuLO, [nn.Parameter(torch.ones(3))], exported),
-    ):
-        with pytest.raises(
-            RuntimeError, match=r"CUDA here \(.*ExecutionPro.*\): install onnxruntim"
-        ):
-            make(device="cuda")
+    message = r"CUDA here \(.*ExecutionProvider\): install onnxruntime-gpu"
+    with pytest.raises(RuntimeError, match=message):
+        Session(exported / "mulo_m.vector.onnx", device="cuda")
+    with pytest.raises(RuntimeError, match=message):
+        OrtMuLO([nn.Parameter(torch.ones(3))], exported, device="cuda")
 
 
 def test_cuda_that_fails_as_it_starts_is_quoted(exported, monkeypatch):
@@ -173,13 +168,17 @@ def test_batches_on_cuda_have_a_limit_of_their_own(exported, cuda, monkeypatch):
     assert [key[1] for key in opt._sessions if key[0] == "tensor"] == [4, 1]
 
 
-def test_other_devices_are_refused(exported):
+def test_other_devices_and_float64_are_refused(exported):
     with pytest.raises(ValueError, match="use 'cpu' or 'cuda'"):
         Session(exported / "mulo_m.vector.onnx", device="mps")
-    p = nn.Parameter(torch.ones(3, device="meta"))
-    p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match="a parameter is on meta, the optimizer on 'cpu'"):
-        OrtMuLO([p], exported).step()
+    for options, message in (
+        ({"device": "meta"}, "a parameter is on meta, the optimizer on 'cpu'"),
+        ({"dtype": torch.float64}, r"use mulo\.MuLO for float64 parameters"),
+    ):
+        p = nn.Parameter(torch.ones(3, **options))
+        p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError, match=message):
+            OrtMuLO([p], exported).step()
 
 
 def test_optimizer_refuses_files_that_do_not_fit(copied):
@@ -231,13 +230,9 @@ def pair(exported, dtype=torch.float32, **options):
     models = [Net().to(dtype)]
     models.append(copy.deepcopy(models[0]))
     [(path, about)] = export.sidecars(exported)
-    lo = checkpoints.load(path.parent / f"{about['name']}.pt")
-    opts = []
-    for model, make in zip(
-        models,
-        (partial(mulo.MuLO, lo=lo, backend="folded"), partial(OrtMuLO, exported=path)),
-        strict=True,
-    ):
+    lo, opts = checkpoints.load(path.parent / f"{about['name']}.pt"), []
+    makers = partial(mulo.MuLO, lo=lo, backend="folded"), partial(OrtMuLO, exported=path)
+    for model, make in zip(models, makers, strict=True):
         p = list(model.parameters())
         groups = [
             {"params": p[:5], "scale": 0.5, "weight_decay": 0.01},
@@ -295,41 +290,38 @@ def test_velo_by_the_contract(velo):
     sessions = {k: Session(velo / f"velo.{k}.onnx") for k in about["graphs"]}
     generator = torch.Generator().manual_seed(0)
     shapes = {"bias": (7,), "weight": (4, 9), "kernel": (2, 3, 5)}  # as (e, m, n): no transposes
+    shaped = {"bias": (1, 7), "weight": (1, 1, 4, 9), "kernel": (1, 2, 3, 5)}
     p = {k: 0.1 * torch.randn(s, generator=generator) for k, s in shapes.items()}
     given = {k: nn.Parameter(x.clone()) for k, x in p.items()}
     opt = mulo.MuLO(given.values(), checkpoints.load(velo / "velo.pt"), num_steps=20)
 
-    def first(kind, **sizes):
-        state = {}
+    def first(kind, axes, sizes):
+        sizes, states = dict(zip(axes, sizes, strict=True)), {}
         for x in about["graphs"][kind]["inputs"]:
             if "first" in x:
-                shape = [sizes.get(d, d) for d in x["shape"]]
-                state[x["name"]] = torch.zeros(shape) + torch.tensor(x["first"])
-        return state
+                zeros = torch.zeros([sizes.get(d, d) for d in x["shape"]])
+                states[x["name"]] = zeros + torch.tensor(x["first"])
+        return states
 
-    state, lstm = {}, first("hyper", T=3)
+    kinds = {k: "vector" if len(s) == 1 else "tensor" for k, s in shapes.items()}
+    axes = {"vector": "bn", "tensor": "bemn"}
+    state = {k: first(kind, axes[kind], shaped[k]) for k, kind in kinds.items()}
     for k, s in shapes.items():
-        e, m, n = (1, 1, 1, *s)[-3:]
-        state[k] = first("vector" if len(s) == 1 else "tensor", b=1, e=e, m=m, n=n)
         state[k]["features"][0, 1 + len(s)] += 1
-    lstm |= {"num_steps": torch.tensor(20.0)}
-    lstm |= {"loss_decay": torch.exp(-1 / 10 ** torch.linspace(1, math.log10(20), 10))}
+    decay = torch.exp(-1 / 10 ** torch.linspace(1, math.log10(20), 10))
+    lstm = first("hyper", "T", [3]) | {"num_steps": torch.tensor(20.0), "loss_decay": decay}
     for t in range(6):
         grads = {k: 0.1 * torch.randn(s, generator=generator) for k, s in shapes.items()}
         loss, before = torch.tensor(2.0 - 0.1 * t + 0.3 * (t % 2)), dict(p)
         lstm |= {"features": torch.cat([x["features"] for x in state.values()]), "loss": loss}
         out = sessions["hyper"].run(lstm | {"t": torch.full((3,), float(t))})
         lstm |= {k[4:]: x for k, x in out.items() if k.startswith("new_")}
-        for i, (k, s) in enumerate(shapes.items()):
-            shape = (1, *s) if len(s) == 1 else (1, 1, 1, *s)[-3:]
-            shape = (1, *shape) if len(s) > 1 else shape
-            x = {"p": p[k].reshape(shape), "g": grads[k].reshape(shape)} | state[k]
+        for i, k in enumerate(shapes):
+            x = {"p": p[k].reshape(shaped[k]), "g": grads[k].reshape(shaped[k])} | state[k]
             x |= {"t": torch.tensor([float(t)]), "scale": out["alpha"][i : i + 1]}
-            x |= {"decay": torch.zeros(1)} | {
-                n: w[i : i + 1] for n, w in out.items() if n[0] in "wb"
-            }
-            new = sessions["vector" if len(s) == 1 else "tensor"].run(x)
-            p[k] = new.pop("new_p").reshape(s)
+            x |= {n: w[i : i + 1] for n, w in out.items() if n[0] in "wb"}
+            new = sessions[kinds[k]].run(x | {"decay": torch.zeros(1)})
+            p[k] = new.pop("new_p").reshape(shapes[k])
             state[k] = {n[4:]: v for n, v in new.items()}
             given[k].grad = grads[k]
         opt.step(loss=loss)
@@ -339,50 +331,21 @@ def test_velo_by_the_contract(velo):
             p[k] = q.detach().clone()
 
 
-def test_golden(velo):
-    """The reference's own numbers, in torch's layout."""
-    golden = Golden("velo_psm1_bug0")
-    for s, params, _ in run(golden, "torch", optimizer=partial(OrtMuLO, exported=velo)):
-        for n, p in params.items():
-            expected = to_torch_layout(golden[f"out/{n}/param"][s])
-            np.testing.assert_allclose(p.detach(), expected, rtol=0, atol=2e-4)
-
-
-def test_torchs_default_type_does_not_matter(exported, velo):
-    start, grad = torch.linspace(-1, 1, 20).view(5, 4), torch.linspace(0, 1, 20).view(5, 4)
-    for folder, options in ((exported, {}), (velo, {"num_steps": 9})):
-        ends = []
-        for dtype in (torch.float32, torch.float64):
-            p = nn.Parameter(start.clone())
-            torch.set_default_dtype(dtype)
-            try:
-                opt = OrtMuLO([p], folder, **options)
-                for _ in range(3):
-                    p.grad = grad.clone()
-                    opt.step(loss=1.0)
-            finally:
-                torch.set_default_dtype(torch.float32)
-            ends.append(p.detach())
-        torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
-
-
-def test_float64_is_refused(exported):
-    """Their float32 copies would lose small updates."""
-    p = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"use mulo\.MuLO for float64 parameters"):
-        OrtMuLO([p], exported).step()
-
-
-def test_files_are_read_once(exported, tmp_path):
-    """Files that change later do not matter to a running optimizer."""
-    shutil.copytree(exported, tmp_path / "files")
-    p = nn.Parameter(torch.ones(4, 5))
-    opt = OrtMuLO([p], tmp_path / "files")
-    shutil.rmtree(tmp_path / "files")
-    p.grad = torch.ones(4, 5)
-    opt.step()
-    assert (p != 1).any()
+@pytest.mark.parametrize("folder", ["exported", "velo"])
+def test_torchs_default_type_does_not_matter(folder, request):
+    ends, grad = [], torch.linspace(0, 1, 20).view(5, 4)
+    for dtype in (torch.float32, torch.float64):
+        p = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4))
+        torch.set_default_dtype(dtype)
+        try:
+            opt = OrtMuLO([p], request.getfixturevalue(folder), num_steps=9)
+            for _ in range(3):
+                p.grad = grad.clone()
+                opt.step(loss=1.0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
 
 
 def test_state_goes_from_one_to_the_other(exported):
