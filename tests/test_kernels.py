@@ -44,6 +44,7 @@ def backend(request, monkeypatch):
     if request.param == "triton":
         pytest.importorskip("triton", reason="needs triton 3.7.1, which torch's CUDA build brings")
         monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.launch_gpu)
+        monkeypatch.setitem(kernels.STATISTICS, "cpu", kernels.statistics_gpu)
     return request.param
 
 
@@ -158,6 +159,24 @@ def test_gradients_of_any_size(backend, name):
             if g.ndim > 2:
                 g[:, 3] = g[:, :, 2] = 0
         case.compare(backend, grads, 5 * TOLERANCE[backend])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_of_all_tensors(backend, dtype):
+    """VeLO's statistics, with means of M that are large beside their deviations."""
+    case = Case(
+        CONFIGS["velo"], [(1,), (7,), (9000,), (5, 9), (70, 130), (6, 4, 3, 3)], dtype=dtype
+    )
+    for x in case.stacks:
+        x.rows = kernels.rows(x.p, x.acc, x.dims)
+        x.acc.M.copy_(0.2 + 0.01 * torch.randn(x.acc.M.shape, generator=case.gen))
+        x.acc.V.copy_(torch.rand(x.acc.V.shape, generator=case.gen))
+    backend = "kernel" if backend == "triton" else backend
+    got = mulo.statistics_of(case.config, backend, case.stacks)
+    for n, x in enumerate(case.stacks):
+        expected = features.tensor_statistics(x.p.double(), *(y.double() for y in x.acc[:2]))
+        assert (got[:, n] - expected).abs().amax() <= 2e-6
+        assert expected[:, 1:].abs().amin() < 2.5 or x.p[0].numel() == 1  # not clipped
 
 
 def test_bad_entries_count_as_zero(backend):
