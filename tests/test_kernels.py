@@ -236,6 +236,23 @@ def test_long_rows_keep_their_digits():
             torch.testing.assert_close(acc.double(), expected.double(), rtol=3e-7, atol=0)
 
 
+def test_long_sides_on_gpus(monkeypatch):
+    """Programs that take several blocks; at most 512 programs, each of which sums over all."""
+    tl = pytest.importorskip("triton.language", reason="needs triton")
+    from mulo.kernels import gpu
+
+    for n, programs in ((128 * 512, 512), (10**6, 489)):
+        shape = np.array([1, 1, 1, n, 1, 0])
+        launches = gpu.planned(shape.tobytes(), CONFIGS["H=4"], torch.device("meta"))[2]
+        assert len(launches[1][1]) == programs
+    monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.launch_gpu)
+    monkeypatch.setattr(gpu, "SIDE_PROGRAMS", tl.constexpr(2))
+    gpu.planned.cache_clear()
+    case = Case(CONFIGS["H=4"], [(300,), (1, 300)], P=1)
+    case.compare("triton", case.gradients(), TOLERANCE["triton"])
+    gpu.planned.cache_clear()
+
+
 def test_threads_do_not_change_a_bit():
     case = Case(CONFIGS["H=4"], [(300, 700), (9,), (64, 64), (100_000,), (40, 33, 3, 3)], P=1)
     grads, results = case.gradients(), []
