@@ -119,10 +119,8 @@ class Graphs(nn.Module):
         acc, new_p = folded.step(self.config, phi, acc, p, x["g"], *numbers, rates)
         if "features" not in x:
             return new_p, *acc
-        moments = features.moments(new_p, acc.M, acc.V)
-        seen = features.tensor_features(moments, torch.zeros((), device=p.device))
-        rank = x["features"][:, 1:6]  # unchanged
-        return new_p, *acc, torch.cat([seen[:, :1], rank, seen[:, 6:]], 1)
+        statistics = features.tensor_statistics(new_p, acc.M, acc.V)
+        return new_p, *acc, features.tensor_features(statistics, x["features"][:, 1:6])
 
     tensor, vector = partialmethod(step, "tensor"), partialmethod(step, "vector")
 

@@ -80,7 +80,7 @@ class Eps(NamedTuple):
 
 
 @functools.cache
-def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant tensor, created once per device: copying a list to a GPU syncs with it."""
     with torch.inference_mode(False):  # later callers may not be in inference mode
         return torch.tensor(values, dtype=dtype, device=device)
@@ -438,12 +438,12 @@ def loss_features(
     n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
     largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
-    means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
+    means = torch.where(finite, torch.lerp(loss, buffer.means, decay), buffer.means)
     n = buffer.count.unsqueeze(-1) + finite
     ema = means / (1 - decay**n)
     low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1
-    x = torch.where(n <= 2, torch.zeros_like(x), x.clamp(-1, 1))
+    x = torch.where(n <= 2, 0.0, x.clamp(-1, 1))
     return LossBuffer(means, low, n.squeeze(-1)), x
 
 
@@ -468,32 +468,33 @@ def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean_all((x - mean.unsqueeze(-1)).square_()), mean
 
 
-def moments(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
-    """The mean of p^2, the means of M_1..M_3 and V, and their variances, (S, 9)."""
-    parts = [var_mean(x) for x in (*M.flatten(2).unbind(1), V.flatten(1))]  # saves memory
-    var, mean = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 4)
-    return torch.cat([mean_square(p).unsqueeze(-1), mean, var], -1)
+def tensor_statistics(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
+    """The mean of p^2, then mean_rms (1), var_mom (3) and var_rms (3) of each tensor: (S, 8).
 
-
-def ranks_of(shapes: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """The number of axes longer than 1 of each of T tensors, (T,)."""
-    ranks = tuple(float(sum(n > 1 for n in shape)) for shape in shapes)
-    return constant(ranks, torch.float32, device)
-
-
-def tensor_features(moments: Tensor, rank: Tensor) -> Tensor:
-    """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) from moments (..., 9): (..., 12).
-
-    Moments are those after the previous step; rank, (...), is from `ranks_of`. As in the paper and
-    the reference, var_rms subtracts m_k, the mean of the *momentum*:
-    mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
+    They use the accumulators of the previous step. As in the paper and the reference, var_rms
+    subtracts m_k, the mean of the *momentum*: mean((V - m_k)^2) = var(V) + (mean(V) - m_k)^2.
     """
-    ms, mean_M, mean_V, var_M, var_V = moments.split([1, 3, 1, 3, 1], -1)
-    inv_rms = ms.clamp_min(1e-9).rsqrt()  # 1 / RMS(W), (..., 1)
-    variances = torch.cat([var_M, var_V + (mean_V - mean_M).square()], -1) * inv_rms.square()
-    x = squash(torch.cat([mean_V * inv_rms, variances], -1))  # (..., 7)
-    one_hot = torch.arange(5, device=x.device) == rank.unsqueeze(-1)  # all 0 above rank 4
-    return torch.cat([x[..., :1], one_hot.to(x.dtype).expand(*x.shape[:-1], 5), x[..., 1:]], -1)
+    ms = mean_square(p).unsqueeze(-1)
+    inv_rms = ms.clamp_min(1e-9).rsqrt()  # 1 / RMS(W), (S, 1)
+    parts = [var_mean(x) for x in M.flatten(2).unbind(1)]  # one by one: less memory
+    var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
+    var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))
+    var_rms = var_V + (mean_V - mean_M).square()
+    x = [mean_V * inv_rms, var_M * inv_rms.square(), var_rms * inv_rms.square()]
+    return torch.cat([ms, squash(torch.cat(x, -1))], -1)
+
+
+def rank_one_hot(shapes: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """The number of axes longer than 1 of each of T tensors, one-hot (T, 5); all 0 above 4."""
+    ranks = [sum(n > 1 for n in shape) for shape in shapes]
+    rows = tuple(tuple(float(k == rank) for k in range(5)) for rank in ranks)
+    return constant(rows, torch.float32, device)
+
+
+def tensor_features(statistics: Tensor, rank: Tensor) -> Tensor:
+    """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (..., 12)."""
+    rank = rank.expand(*statistics.shape[:-1], 5)
+    return torch.cat([statistics[..., 1:2], rank, statistics[..., 2:]], -1)
 
 
 if __name__ == "__main__":

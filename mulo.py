@@ -139,18 +139,20 @@ def advance_(
     return bad
 
 
-def moments_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
-    """features.moments of T stacks, (P, T, 9), on the first one's device: by a kernel in one pass
-    per device, else stack by stack."""
+def statistics_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
+    """features.tensor_statistics of T stacks, (P, T, 8), on the first one's device: by a kernel in
+    one pass per device, else stack by stack."""
     found, first = {}, stacks[0].p.device
     for device in dict.fromkeys(x.p.device for x in stacks):
         fast = [n for n, x in enumerate(stacks) if x.p.device == device and x.rows is not None]
         if fast and kernels.choose(backend, config, device) == "kernel":
             rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
-            found |= zip(fast, kernels.moments(config, rows, params).unbind(1), strict=True)
+            found |= zip(fast, kernels.statistics(config, rows, params).unbind(1), strict=True)
     slow = {n: x for n, x in enumerate(stacks) if n not in found}
-    slow = {n: (partial(features.moments, x.p, *x.acc[:2]), x.shards) for n, x in slow.items()}
-    found |= sharded.replay(slow)
+    pure = features.tensor_statistics
+    found |= sharded.replay(
+        {n: (partial(pure, x.p, *x.acc[:2]), x.shards) for n, x in slow.items()}
+    )
     return torch.stack([found[n].to(first, torch.float32) for n in range(len(stacks))], 1)
 
 
@@ -395,9 +397,9 @@ class MuLO(torch.optim.Optimizer):
         if memory is None:
             memory = features.pack_loss_buffer(features.init_loss_buffer(device=device))
         memory = features.unpack_loss_buffer(memory[None])
-        moments = moments_of(config, self.backend, stacks)
-        ranks = features.ranks_of([p.shape for p, _ in params], device)
-        x_tensor = features.tensor_features(moments, ranks)
+        statistics = statistics_of(config, self.backend, stacks)
+        ranks = features.rank_one_hot([p.shape for p, _ in params], device)
+        x_tensor = features.tensor_features(statistics, ranks)
         h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
         decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
         t = self._numbers([group for _, group in params], device).t
@@ -413,7 +415,7 @@ class MuLO(torch.optim.Optimizer):
             if "M" in s:  # also without a gradient now
                 s["loss"] = memory
         if config.param_scale_mult:
-            alpha = alpha * self._param_scale(moments[..., 0])
+            alpha = alpha * self._param_scale(statistics[..., 0])
         return phi, alpha
 
     def _param_scale(self, mean_square: Tensor) -> Tensor:

@@ -162,10 +162,10 @@ def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
     return x.reshape(*shape[:-1], 2)
 
 
-def linear(phi: Phi, name: str, x: Tensor) -> Tensor:
-    """x w + b for x (P, T, n) and weights (P | 1, ...)."""
-    w, b = phi[f"{name}_w"], phi[f"{name}_b"].unsqueeze(-2)
-    return torch.baddbmm(b, x, w.expand(len(x), -1, -1))
+def linear(phi: Phi, name: str, x: Tensor, scale: float = 1.0) -> Tensor:
+    """scale (x w + b) for x (P, T, n) and weights (P | 1, ...)."""
+    w, b = phi[f"{name}_w"].expand(len(x), -1, -1), phi[f"{name}_b"].unsqueeze(-2)
+    return torch.baddbmm(b, x, w, alpha=scale, beta=scale)
 
 
 def lstm_step(
@@ -191,7 +191,7 @@ def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
     phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
     negative; the paper only calls it a learning-rate multiplier.
     """
-    control = linear(phi, "controls", h) * (100 / config.param_inits)  # (P, T, K)
+    control = linear(phi, "controls", h, 100 / config.param_inits)  # (P, T, K)
     names = [f"{n}{k}" for k in range(config.hidden_layers + 1) for n in "wb"]
     banks = [phi[f"bank_{name}"] for name in names]  # (P | 1, K, ...)
     parts = (control @ torch.cat([x.flatten(2) for x in banks], -1)).split(

@@ -128,9 +128,9 @@ class Learned:
         self, phi: Phi, state: State, stacks: list[Stack], losses: Tensor, t: Tensor
     ) -> tuple[Weights, Tensor]:
         """VeLO: generate each tensor's MLP and alpha, (P, T), and update the LSTM in `state`."""
-        moments = mulo.moments_of(self.config, self.backend, stacks)
-        ranks = features.ranks_of([x.p.shape[1:] for x in stacks], t.device)
-        x_tensor = features.tensor_features(moments, ranks)
+        statistics = mulo.statistics_of(self.config, self.backend, stacks)
+        ranks = features.rank_one_hot([x.p.shape[1:] for x in stacks], t.device)
+        x_tensor = features.tensor_features(statistics, ranks)
         buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
         lstm = state["hidden"], state["cell"]
         num_steps, decays = state["num_steps"].unsqueeze(1), state["loss_decays"]
@@ -140,7 +140,7 @@ class Learned:
         state |= {f"loss/{k}": v for k, v in buffer._asdict().items()}
         state |= {"hidden": h, "cell": cell}
         if self.config.param_scale_mult:
-            alpha = alpha * features.param_scale(moments[..., 0])
+            alpha = alpha * features.param_scale(statistics[..., 0])
         return Weights(self.config, weights, self.backend), alpha
 
 

@@ -151,6 +151,10 @@ def self_check(config, device: torch.device) -> float:
             step_(config, [table], [mine], [g], packed, numbers, [0])
             acc, p = folded.step(config, phi, acc, p, g, t, scale, dims, decay, eps_scale)
         errors.append(float((mine - p).abs().max() / (p - start).abs().max()))
+        if config.net == "velo":
+            expected = features.tensor_statistics(mine, mine_acc.M, mine_acc.V)
+            got = statistics(config, [rows(mine, mine_acc, dims)], [mine])[:, 0]
+            errors.append(float((got - expected).abs().max()))
     return float(np.max(errors))  # NaN if one is NaN
 
 
@@ -206,11 +210,11 @@ def _table(rows: list[np.ndarray], params: list[Tensor]) -> tuple[np.ndarray, di
     return table, copies
 
 
-def moments(config, rows: list[np.ndarray], params: list[Tensor]) -> Tensor:
-    """features.moments of T stacks of P tensors, (P, T, 9)."""
+def statistics(config, rows: list[np.ndarray], params: list[Tensor]) -> Tensor:
+    """features.tensor_statistics of T stacks of P tensors, (P, T, 8)."""
     table, _copies = _table(rows, params)
-    out = torch.empty(*table.shape, 9, device=params[0].device)
-    MOMENTS[out.device.type](config, table.reshape(-1), out)
+    out = torch.empty(*table.shape, 8, device=params[0].device)
+    STATISTICS[out.device.type](config, table.reshape(-1), out)
     return out.transpose(0, 1)
 
 
@@ -258,20 +262,20 @@ def launch_gpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) ->
     return gpu.step_(config, table.reshape(-1), values.mT.flatten(1))
 
 
-def moments_cpu(config, table: np.ndarray, out: Tensor) -> None:
+def statistics_cpu(config, table: np.ndarray, out: Tensor) -> None:
     shape = config.hidden_size, config.hidden_layers, config.num_features
     threads = torch.get_num_threads()
-    library(*shape).moments(table.ctypes, table.size, out.numpy().ctypes, threads)
+    library(*shape).statistics(table.ctypes, table.size, out.numpy().ctypes, threads)
 
 
-def moments_gpu(config, table: np.ndarray, out: Tensor) -> None:
+def statistics_gpu(config, table: np.ndarray, out: Tensor) -> None:
     from mulo.kernels import gpu
 
-    gpu.moments_(config, table, out)
+    gpu.statistics_(config, table, out)
 
 
 LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
-MOMENTS = {"cpu": moments_cpu, "cuda": moments_gpu, "meta": lambda *args: None}
+STATISTICS = {"cpu": statistics_cpu, "cuda": statistics_gpu, "meta": lambda *args: None}
 
 
 # ---------------------------------------------------------------- building the C++

@@ -589,13 +589,14 @@ static double sum(const float *x, long n, float mean, bool square) {  // of x - 
     return total(sums[0] + sums[1] + (sums[2] + sums[3]));
 }
 
-// features.moments of each tensor, (count, 9). Chunks that fit in the cache are read twice
-extern "C" void moments(const Row *table, int count, float *out, int threads) {
+// features.tensor_statistics of each tensor, (count, 8). Chunks that fit in the cache are read twice
+extern "C" void statistics(const Row *table, int count, float *out, int threads) {
+    std::vector<double> means(5 * count), variances(5 * count);  // of p, M_1, M_2, M_3 and V
     std::atomic<int> next{0};
     auto run = [&] {
         for (int job; (job = next++) < 5 * count;) {
             const Row &t = table[job / 5];
-            const int k = job % 5;  // p, M_1, M_2, M_3, V
+            const int k = job % 5;
             const long size = t.A * t.X * t.B * t.Y * t.C, chunk = 4096;
             const float *x = k == 0 ? t.p : k < 4 ? t.M + (k - 1) * size : t.V;
             double mean = 0, squares = 0;  // of the first `at` entries; the mean of p counts as 0
@@ -605,8 +606,7 @@ extern "C" void moments(const Row *table, int count, float *out, int threads) {
                 squares += sum(x + at, n, part, true) + d * d * at * n / (at + n);
                 mean += d * n / (at + n);
             }
-            out[job / 5 * 9 + (k ? 4 + k : 0)] = squares / size;
-            if (k) out[job / 5 * 9 + k] = mean;
+            means[job] = mean, variances[job] = squares / size;
         }
     };
     std::vector<std::thread> others;
@@ -618,4 +618,13 @@ extern "C" void moments(const Row *table, int count, float *out, int threads) {
     }
     run();
     for (std::thread &other : others) other.join();
+    auto squash = [](float x) { return 0.5f * std::clamp(std::log(1e-8f + std::abs(10 * x)), -5.f, 5.f); };
+    for (const double *m = means.data(), *v = variances.data(); count--; m += 5, v += 5, out += 8) {
+        const float by = 1 / std::sqrt(std::max(float(v[0]), 1e-9f));
+        out[0] = v[0], out[1] = squash(m[4] * by);
+        for (int k = 1; k < 4; k++) {
+            out[1 + k] = squash(v[k] * by * by);
+            out[4 + k] = squash((v[4] + (m[4] - m[k]) * (m[4] - m[k])) * by * by);
+        }
+    }
 }

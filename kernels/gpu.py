@@ -2,7 +2,8 @@
 
     bad = step_(config, rows, values)  # one row per tensor, see kernels.ROW
 
-A step is six passes, each one launch for all tensors. No feature of an entry is stored.
+A step is six passes, each one launch for all tensors. No feature of an entry is stored. VeLO's
+`statistics_` is two more: `moments` of chunks of a tensor, which `combine` combines.
 
     means       partial sums of g^2 along rows and columns        reads g
     factor      r and c move towards the means                    reads and writes r, c
@@ -17,10 +18,9 @@ A tensor is (A, X, B, Y, C): X and Y are factored, A, B and C are batch. r and c
 is cut into blocks of N entries along X or Y, a tensor into tiles of R rows (along X) and W columns
 (along Y and C).
 
-A program reads its tensor and its block or tile from `index`, the tensor's addresses, sizes and
-numbers from `rows`, and offsets of intermediate results in `work` from `plan`. `index` and `plan`
-depend only on shapes and are cached. Sums are taken tile by tile in a fixed order, so they are
-reproducible, and accurate for long rows. Names and formulas are those of features.py.
+A program reads its tensor and its blocks or tiles from `index`, the tensor's addresses, sizes and
+numbers from `rows`, and offsets in `work` from `plan`; `index` and `plan` are cached. Sums are
+taken in a fixed order, so they are reproducible. Names and formulas are those of features.py.
 """
 
 # ruff: noqa: RUF005 (Triton does not support (*x, y))
@@ -189,8 +189,9 @@ def block_of(s, k, b):
 def factor(rows, plan, index, work, CASE: tl.constexpr):
     """r_d <- beta_d r_d + (1 - beta_d) mean(g^2) in blocks of r (or c); also sum r_d."""
     row, side, k = job(rows, plan, index, work)
-    s, m, r_sums = side_of(row, side), tl.arange(0, 16), tl.zeros([4, N], tl.float32)
+    s, m, d4 = side_of(row, side), tl.arange(0, 16), tl.arange(0, 4)
     count = tl.where(side == 0, tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R))
+    r_sums = tl.zeros([4, N], tl.float32)
     for b in range(s.span):
         e, ok = block_of(s, k, b)
         sums = tl.zeros([16, N], tl.float32)
@@ -206,10 +207,8 @@ def factor(rows, plan, index, work, CASE: tl.constexpr):
             r += tl.load(row.net + 4 + d) * (q - r)
             tl.store(s.r + at, r, ok)
             tl.store(row.c.to(FLOATS) + at, r, tl.where(row.kind == 0, ok, False))
-            here = (tl.arange(0, 4) == d)[:, None] & ok[None, :]
-            r_sums += tl.where(here, r[None, :], 0.0)
-    d = tl.arange(0, 4)
-    tl.store(place(row, SUMS + side) + 9 * k + d, tl.sum(r_sums, 1), d < 3)
+            r_sums += tl.where((d4 == d)[:, None] & ok[None, :], r[None, :], 0.0)
+    tl.store(place(row, SUMS + side) + 9 * k + d4, tl.sum(r_sums, 1), d4 < 3)
 
 
 @triton.jit
@@ -217,8 +216,7 @@ def sides(rows, plan, index, work, CASE: tl.constexpr):
     """Compute four values from each r_d (or c_d) of some blocks: its factors in F_grad and F_mom,
     and the features r_d and 1/sqrt(r_d) before normalisation. Also sum the features' squares."""
     row, side, k = job(rows, plan, index, work)
-    s = side_of(row, side)
-    sums = place(row, SUMS + side)
+    s, sums = side_of(row, side), place(row, SUMS + side)
     means, count, n = sums + 9 * (k // s.programs * s.programs), s.programs, s.length
     if CASE.relative:  # the mean of all of r, else along the axis of the block
         side_r = tl.where(row.kind == 1, 0, 1)
@@ -331,7 +329,7 @@ def accumulate(rows, plan, index, work, CASE: tl.constexpr):
 def fold_side(row, side, k, t_max, CASE: tl.constexpr):
     """The features of r (or c) in blocks times their rows of W0; those of r add b0 and time."""
     s, h = side_of(row, side), tl.arange(0, CASE.HP)
-    w0, ok_h, vector = row.net + 7 + h, h < CASE.H, row.kind == 0
+    w0, ok_h, ok_c = row.net + 7 + h, h < CASE.H, (h < CASE.H) & (row.kind == 0)
     bias = tl.load(w0 + CASE.F * CASE.H, ok_h, 0.0)
     if not CASE.velo:
         for d in tl.static_range(11):
@@ -343,8 +341,7 @@ def fold_side(row, side, k, t_max, CASE: tl.constexpr):
     weights = ()
     for d in tl.static_range(6):  # in W0: r, c, 1/sqrt(r), 1/sqrt(c)
         w_ptr = w0 + (d + d // 3 * 3) * CASE.H
-        w = tl.load(w_ptr, ok_h, 0.0)
-        w += tl.load(w_ptr + 3 * CASE.H, tl.where(vector, ok_h, False), 0.0)
+        w = tl.load(w_ptr, ok_h, 0.0) + tl.load(w_ptr + 3 * CASE.H, ok_c, 0.0)
         ms = total(place(row, SUMS + side) + 3 + d, s.total, 9) / s.n.to(tl.float32)
         weights = weights + (w * inverse_rms(ms, row.eps, CASE),)
     for b in range(s.span):
@@ -465,8 +462,8 @@ def update(rows, plan, index, work, t_max, lam1, lam2, anneal, CASE: tl.constexp
 
 @triton.jit
 def moments(rows, index, work):
-    """The moments (see features.moments) of CHUNK entries of a tensor, with sums of squared
-    differences from the chunk's own mean in place of variances."""
+    """Of CHUNK entries of a tensor: the sum of p^2, the means of M and V, and the sums of squared
+    differences from them."""
     row, k, _0 = job(rows, work, index, work)
     at = k * CHUNK + tl.arange(0, CHUNK)
     ok, out = at < row.n, work + 9 * tl.program_id(0)
@@ -480,25 +477,33 @@ def moments(rows, index, work):
 
 
 @triton.jit
+def squash(x):
+    x = at_least(tl.log(1e-8 + tl.abs(10 * x)), -5.0)
+    return 0.5 * tl.minimum(x, 5.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def combine(rows, index, work, out):
-    """The moments of a tensor from those of its chunks."""
+    """features.tensor_statistics of a tensor, from the moments of its chunks."""
     row, first, count = job(rows, work, index, work)
     k, d, n = tl.arange(0, 64), tl.arange(0, 4), row.n.to(tl.float32)
-    part, out, mean = work + 9 * first, out + 9 * tl.program_id(0), tl.zeros([4], tl.float32)
-    for pass_ in tl.static_range(2):  # the means, then the sums of squares about them
+    part, out, mean, x = work + 9 * first, out + 8 * tl.program_id(0), tl.zeros([4], tl.float32), ()
+    for about_mean in tl.static_range(2):
         sums = tl.zeros([64, 4], tl.float32)
         for i in range(0, count, 64):
             ok, at = (i + k < count)[:, None], part + 9 * (i + k)[:, None] + d[None, :]
             weight = tl.minimum(row.n - (i + k) * CHUNK, CHUNK).to(tl.float32)[:, None]
-            x = tl.load(at + 1, ok, 0.0) - mean[None, :]
-            if pass_ == 0:
-                sums += tl.where(ok, weight * x, 0.0)
-            else:
-                sums += tl.where(ok, weight * x * x + tl.load(at + 5, ok, 0.0), 0.0)
-        mean_or_var = tl.sum(sums, 0) / n
-        tl.store(out + 1 + 4 * pass_ + d, mean_or_var)
-        mean = mean_or_var
-    tl.store(out, total(part, count, 9) / n)
+            e = tl.load(at + 1, ok, 0.0) - mean[None, :]
+            e = weight * e * e + tl.load(at + 5, ok, 0.0) if about_mean else weight * e
+            sums += tl.where(ok, e, 0.0)
+        x, mean = x + (tl.sum(sums, 0) / n,), tl.sum(sums, 0) / n
+    ms = total(part, count, 9) / n
+    by, by_2 = tl.rsqrt(at_least(ms, 1e-9)), 1 / at_least(ms, 1e-9)
+    mean_V, var_V = tl.sum(tl.where(d == 3, x[0], 0.0)), tl.sum(tl.where(d == 3, x[1], 0.0))
+    tl.store(out, ms)
+    tl.store(out + 1, squash(mean_V * by))
+    tl.store(out + 2 + d, squash(x[1] * by_2), d < 3)
+    tl.store(out + 5 + d, squash((var_V + (mean_V - x[0]) * (mean_V - x[0])) * by_2), d < 3)
 
 
 PROGRAMS = 1024  # enough to fill a GPU; with more tiles, a program of `accumulate` takes several
@@ -507,7 +512,7 @@ PROGRAMS = 1024  # enough to fill a GPU; with more tiles, a program of `accumula
 @functools.lru_cache(maxsize=64)
 def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, list[tuple]]:
     """For tensors of these shapes (A, X, B, Y, C, kind, int64 each): the kernels' plan, the size of
-    `work`, and the launches: kernel, index (programs, 3) and case; the last two of `moments_`."""
+    `work`, and the launches: kernel, index (programs, 3) and case; two of `statistics_`."""
     A, X, B, Y, C, kind = np.frombuffer(shapes, np.int64).reshape(-1, 6).T
     matrix, n = kind > 0, A * B * C * np.stack([X, Y])  # entries of the sides
     # Kernels are compiled for these; the other numbers of a config are arguments.
@@ -563,8 +568,8 @@ def on(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def moments_(config, rows: np.ndarray, out: Tensor) -> None:
-    """Write features.moments of the tensors of `rows` to `out`, (rows, 9)."""
+def statistics_(config, rows: np.ndarray, out: Tensor) -> None:
+    """Write features.tensor_statistics of the tensors of `rows` to `out`, (rows, 8)."""
     words = rows.view("i8").reshape(len(rows), 15)
     *_, (_, chunks, _), (_, tensors, _) = planned(words[:, 7:13].tobytes(), config, out.device)[2]
     words, work = send(torch.from_numpy(words), out.device), out.new_empty(len(chunks), 9)

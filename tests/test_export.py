@@ -103,8 +103,8 @@ def test_the_json_is_the_whole_contract():
                 state = i["name"].removeprefix("new_")
                 assert (state in x) == i["name"].startswith("new_")
         p = torch.randn(1, 4, 5)  # what the LSTM sees before the first step depends on rank alone
-        moments = features.moments(p, torch.zeros(1, 3, 4, 5), torch.zeros(1, 4, 5))
-        seen = features.tensor_features(moments, torch.tensor([2]))[0]
+        seen = features.tensor_statistics(p, torch.zeros(1, 3, 4, 5), torch.zeros(1, 4, 5))
+        seen = features.tensor_features(seen, features.rank_one_hot([p.shape], "cpu"))[0]
         if name == "muvelo_m":
             tensor = {i["name"]: i for i in about["graphs"]["tensor"]["inputs"]}
             first = torch.tensor(tensor["features"]["first"])

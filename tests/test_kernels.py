@@ -44,6 +44,7 @@ def backend(request, monkeypatch):
     if request.param == "triton":
         pytest.importorskip("triton", reason="needs triton 3.7.1, which torch's CUDA build brings")
         monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.launch_gpu)
+        monkeypatch.setitem(kernels.STATISTICS, "cpu", kernels.statistics_gpu)
     return request.param
 
 
@@ -160,6 +161,24 @@ def test_gradients_of_any_size(backend, name):
         case.compare(backend, grads, 5 * TOLERANCE[backend])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_of_all_tensors(backend, dtype):
+    """VeLO's statistics, with means of M that are large beside their deviations."""
+    case = Case(
+        CONFIGS["velo"], [(1,), (7,), (9000,), (5, 9), (70, 130), (6, 4, 3, 3)], dtype=dtype
+    )
+    for x in case.stacks:
+        x.rows = kernels.rows(x.p, x.acc, x.dims)
+        x.acc.M.copy_(0.2 + 0.01 * torch.randn(x.acc.M.shape, generator=case.gen))
+        x.acc.V.copy_(torch.rand(x.acc.V.shape, generator=case.gen))
+    backend = "kernel" if backend == "triton" else backend
+    got = mulo.statistics_of(case.config, backend, case.stacks)
+    for n, x in enumerate(case.stacks):
+        expected = features.tensor_statistics(x.p.double(), *(y.double() for y in x.acc[:2]))
+        assert (got[:, n] - expected).abs().amax() <= 2e-6
+        assert expected[:, 1:].abs().amin() < 2.5 or x.p[0].numel() == 1  # not clipped
+
+
 def test_bad_entries_count_as_zero(backend):
     case = case_for(backend, CONFIGS["H=4"], [(17,), (5, 6), (20, 30), (30, 20)], P=2)
     grads = case.gradients()
@@ -215,6 +234,23 @@ def test_long_rows_keep_their_digits():
         for acc, axis in ((x.acc.r, x.dims[1]), (x.acc.c, x.dims[0])):
             expected = rate.view(1, 3, *[1] * (q.ndim - 1)) * q.mean(axis, True).unsqueeze(1)
             torch.testing.assert_close(acc.double(), expected.double(), rtol=3e-7, atol=0)
+
+
+def test_long_sides_on_gpus(monkeypatch):
+    """Programs that take several blocks; at most 512 programs, each of which sums over all."""
+    tl = pytest.importorskip("triton.language", reason="needs triton")
+    from mulo.kernels import gpu
+
+    for n, programs in ((128 * 512, 512), (10**6, 489)):
+        shape = np.array([1, 1, 1, n, 1, 0])
+        launches = gpu.planned(shape.tobytes(), CONFIGS["H=4"], torch.device("meta"))[2]
+        assert len(launches[1][1]) == programs
+    monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.launch_gpu)
+    monkeypatch.setattr(gpu, "SIDE_PROGRAMS", tl.constexpr(2))
+    gpu.planned.cache_clear()
+    case = Case(CONFIGS["H=4"], [(300,), (1, 300)], P=1)
+    case.compare("triton", case.gradients(), TOLERANCE["triton"])
+    gpu.planned.cache_clear()
 
 
 def test_threads_do_not_change_a_bit():

@@ -220,3 +220,34 @@ def test_muon_is_momentum_orthogonalised_and_adam():
     for name, p in params.items():
         torch.testing.assert_close(seen[-1][name][0], p.detach(), rtol=1e-4, atol=1e-5)
         assert (seen[-1][name] - seen[0][name]).abs().max() > 0.01
+
+
+def test_copies_of_batches_are_gathered_once():
+    """Bit-equal to the batches of the generators, repeated."""
+    for name in ("fashion8_mlp_w8_d3", "pixels_lm_w24_d1", "teacher_mlp_w8_d3"):
+        data = tasks.get(name).data()
+        gens = [[torch.Generator().manual_seed(k) for k in (1, 2)] for _ in range(2)]
+        plain = data.batch(gens[0], 5)
+        for x, y in zip(training.batches(data, gens[1], 5, copies=3), plain, strict=True):
+            assert torch.equal(x, torch.cat([y] * 3))
+            assert x.dtype == y.dtype
+
+
+def test_a_probe_of_data_that_takes_a_list_of_generators():
+    """As tasks.register says that `batch` does."""
+    data = TASK.data()
+
+    class Data:
+        @staticmethod
+        def batch(generators, size):
+            assert isinstance(generators, list)
+            return data.batch(generators, size)
+
+    class Probed:
+        data, skeleton = staticmethod(lambda device: Data), staticmethod(TASK.skeleton)
+
+    callback, records = training.probe(Probed, [1], "cpu")
+    theta = TASK.init(2, torch.Generator().manual_seed(0))
+    callback(0, theta)
+    callback(1, {k: p + 1 for k, p in theta.items()})
+    assert list(records[0]) == ["layers.0", "layers.1", "head"]
