@@ -91,8 +91,8 @@ class Weight(NamedTuple):
 
 def is_layer(module: nn.Module) -> bool:
     """One of LAYERS, or the Conv1D of transformers: a linear layer that stores (in, out)."""
-    conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-    return isinstance(module, LAYERS) or conv1d
+    name = type(module).__name__
+    return isinstance(module, LAYERS) or (name == "Conv1D" and hasattr(module, "nf"))
 
 
 def _kind_and_axis(module: nn.Module, leaf: str, p: nn.Parameter) -> tuple[str, int]:
@@ -211,8 +211,7 @@ DOUBTS = (
 def _warn_of_doubts(weights: list[Weight], roles: dict[str, str], growing: set[str]) -> None:
     """Warn, naming the parameters, where a role or an orientation is a guess."""
     bare = [(w.name, w.param.shape) for w in weights if w.kind == "bare" and w.name in growing]
-    flat = [name for name, shape in bare if len(shape) == 2 and 1 not in shape]
-    tables = [name for name in flat if roles[name] == "input"]
+    tables = [n for n, s in bare if roles[n] == "input" and len(s) == 2 and 1 not in s]
     matrices = [name for name, s in bare if roles[name] == "hidden" and s[0] != s[1]]
     layers = [w.name for w in weights if w.kind == "layer" or roles[w.name] != "input"]
     outputs = [name for name in layers if roles[name] == "output"]
@@ -250,13 +249,27 @@ def divisor_of(module: nn.Module) -> int:
     return module.output_divisor if divide_output in module._forward_hooks.values() else 1
 
 
-def _set_divisor(module: nn.Module, divisor: int) -> None:
-    for key, hook in list(module._forward_hooks.items()):
-        if hook is divide_output or getattr(hook, "func", None) is _divide_output:
-            del module._forward_hooks[key]
-    if divisor != 1:
-        module.output_divisor = divisor
-        module.register_forward_hook(divide_output)
+@torch.no_grad()
+def _set_divisors(model: nn.Module, divisors: dict[nn.Module, int], rescale: bool) -> None:
+    """Divide the outputs of these layers only; with `rescale`, keep the model's function."""
+    factors = {m: divisors.get(m, 1) / divisor_of(m) for m in model.modules()}
+    params = {p: k for m, k in factors.items() if k != 1 for p in m.parameters(recurse=False)}
+    for name, m in model.named_modules():
+        tied = factors[m] == 1 and any(p in params for p in m.parameters(False) if p.ndim > 1)
+        if rescale and tied:
+            raise ValueError(
+                f"{name!r} is tied to an output layer, whose weights cannot be scaled alone: untie "
+                "them first (head.weight = nn.Parameter(head.weight.detach().clone()))."
+            )
+    for m in factors:
+        for key, hook in list(m._forward_hooks.items()):
+            if hook is divide_output or getattr(hook, "func", None) is _divide_output:
+                del m._forward_hooks[key]
+        if m in divisors:
+            m.output_divisor = divisors[m]
+            m.register_forward_hook(divide_output)
+    for p, factor in params.items() if rescale else ():
+        p.mul_(factor)
 
 
 class Readout(nn.Linear):
@@ -270,7 +283,7 @@ class Readout(nn.Linear):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        _set_divisor(self, self.in_features)
+        _set_divisors(self, {self: self.in_features}, rescale=False)
 
 
 @torch.no_grad()
@@ -337,11 +350,7 @@ def multiply_outputs_(
     model, call this too. rescale=True, for pretrained weights, multiplies the weights and biases of
     these layers by fan_in, so that the model computes the same as before.
     """
-    divisors = _divisors(model, roles, tuple(rules))
-    if rescale:
-        _scale_layers(fold_outputs_(model), divisors, 1)
-    for module in model.modules():  # any of them may have been an output under other roles
-        _set_divisor(module, divisors.get(module, 1))
+    _set_divisors(model, _divisors(model, roles, tuple(rules)), rescale)
 
 
 def fold_outputs_(model: nn.Module) -> nn.Module:
@@ -350,25 +359,8 @@ def fold_outputs_(model: nn.Module) -> nn.Module:
     The model computes the same, and other programs can use its state_dict. To train it again, call
     `multiply_outputs_` with rescale=True.
     """
-    divisors = {m: divisor_of(m) for m in model.modules() if divisor_of(m) != 1}
-    _scale_layers(model, divisors, -1)
-    for module in divisors:
-        _set_divisor(module, 1)
+    _set_divisors(model, {}, rescale=True)
     return model
-
-
-@torch.no_grad()
-def _scale_layers(model: nn.Module, divisors: dict[nn.Module, int], exponent: int) -> None:
-    weights = {id(layer.weight) for layer in divisors}
-    for name, module in model.named_modules():
-        if module not in divisors and any(id(p) in weights for p in module._parameters.values()):
-            raise ValueError(
-                f"{name!r} is tied to an output layer, whose weights cannot be scaled alone: untie "
-                "them first (head.weight = nn.Parameter(head.weight.detach().clone()))."
-            )
-    params = {p: n for layer, n in divisors.items() for p in layer.parameters(recurse=False)}
-    for p, divisor in params.items():
-        p.mul_(float(divisor) ** exponent)
 
 
 UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
@@ -402,8 +394,8 @@ def group_options(w: Weight, role: str, rules: Iterable[str]) -> dict:
     kind = kind_of(w, role)
     fan_in = 1 if kind == "table" else w.fan_in  # bare input parameters count as embeddings
     scale = float(fan_in) ** power(role, "update", rules)
-    options = {"role": role, "kind": kind, "scale": scale, "fan_in": fan_in}
-    return options | {"area": w.area, "out_axis": w.out_axis}
+    sizes = {"fan_in": fan_in, "area": w.area, "out_axis": w.out_axis}
+    return {"role": role, "kind": kind, "scale": scale} | sizes
 
 
 def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL) -> list[dict]:
@@ -415,12 +407,11 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     rules, groups = tuple(rules), {}
     divisors = _divisors(model, roles, rules)
     for name, module in model.named_modules():
-        divisor, expected = divisor_of(module), divisors.get(module, 1)
-        if divisor != expected:
-            fix = "mulo.init_ or, for pretrained weights, mulo.multiply_outputs_(..., rescale=True)"
+        if divisor_of(module) != divisors.get(module, 1):
             raise ValueError(
-                f"the output of layer {name!r} is divided by {divisor}, but under these roles and "
-                f"rules by {expected}: call {fix}."
+                f"the output of layer {name!r} is divided by {divisor_of(module)}, but under these "
+                f"roles and rules by {divisors.get(module, 1)}: call mulo.init_ or, for pretrained "
+                "weights, mulo.multiply_outputs_(..., rescale=True)."
             )
     for w, role in _with_roles(model, roles):
         if w.param.requires_grad or w.param.is_floating_point():  # not of a quantized model
