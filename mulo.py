@@ -224,6 +224,10 @@ class MuLO(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         given = dict(param_group)
+        params = param_group.get("params")
+        first = params[0] if isinstance(params, list) and params else params
+        if isinstance(first, Tensor) and first.is_cpu and self.backend in ("auto", "kernel"):
+            kernels.start_build(self.lo.config)  # meanwhile, torch imports for seconds
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -315,14 +319,15 @@ class MuLO(torch.optim.Optimizer):
 
     def _numbers(self, groups: list[dict], device: torch.device) -> Numbers:
         """The numbers of each tensor, (1, T): views of one tensor, to copy to the device once."""
-        config, rows = self.lo.config, []
-        for g in groups:
+        config, rows = self.lo.config, {}
+        for g in {id(g): g for g in groups}.values():
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
             if (t := annealed_to(g)) < g["step"] and config.t_max and config.net == "small_fc":
                 times = max(g["step"], config.t_max) / max(t, config.t_max)
                 scale = scale * times**config.anneal  # undo the annealing since t
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
-            rows.append((g["step"], g["lr"] * scale, g["lr"] * g["weight_decay"], eps_scale))
+            rows[id(g)] = g["step"], g["lr"] * scale, g["lr"] * g["weight_decay"], eps_scale
+        rows = [rows[id(g)] for g in groups]
         columns = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)  # (4, 1, T)
         return Numbers(*features.send(columns, device).unbind())
 
@@ -346,12 +351,13 @@ class MuLO(torch.optim.Optimizer):
         if "M" not in state:
             state |= self.new_state(p, group["out_axis"])
         tensors = [state[k] for k in Accumulators._fields]
-        part = sharded.local(p.detach())
-        layout = part.data_ptr(), part.shape, part.stride()
+        part = sharded.local(p)
+        parts = tensors if part is p else [sharded.local(x) for x in tensors]
+        layout = part.data_ptr(), part.shape, part.stride(), [x.data_ptr() for x in parts]
         cached = self._stacks.get(p)
         if cached is None or cached[0] != layout or not all(map(operator.is_, tensors, cached[1])):
-            one = part.view(1, *(part.shape or (1,)))  # a scalar is a vector of one
-            acc = Accumulators(*(sharded.local(x).unsqueeze(0) for x in tensors))
+            one = part.detach().view(1, *(part.shape or (1,)))  # a scalar is a vector of one
+            acc = Accumulators(*(x.unsqueeze(0) for x in parts))
             dims = features.factored_dims(tuple(p.shape), group["out_axis"])
             check_shape(p, group)
             shards = sharded.shards_of(p, roles.name_of(p, group))
@@ -374,6 +380,7 @@ class MuLO(torch.optim.Optimizer):
         d1, d0 = dims or (None, None)
         averaged = {"r": d0, "c": d1}
         state = {k: sharded.like(p, x[0], averaged.get(k)) for k, x in acc._asdict().items()}
+        state["c"] = state["r" if dims is None else "c"]  # equal in vectors: one array
         if isinstance(self.lo, VeLO):
             for k, x in (("h", self.lo.hidden0[0]), ("cell", self.lo.cell0[0])):
                 state[k] = x.detach().to(p.device, torch.float32, copy=True)
@@ -472,6 +479,8 @@ class MuLO(torch.optim.Optimizer):
                 k: x.detach().to(p.device, torch.float32, copy=True) for k, x in state.items()
             }
             self.state[p] = {k: x.contiguous() for k, x in tensors.items()}
+            if p.ndim < 2:
+                self.state[p]["c"] = self.state[p]["r"]  # as in new_state
         self.state.pop("loss", None)
 
     def __getstate__(self) -> dict:

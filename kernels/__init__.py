@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import threading
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,7 @@ from mulo.features import Accumulators, Dims, Numbers, Phi, Rates
 from mulo.kernels import folded
 
 BACKENDS = ("auto", "kernel", "folded", "literal")
+MAX_LAYERS, MAX_SIZE = 3, 128  # hidden layers and units that cpu.cpp supports
 TOLERANCE = 1e-5  # of the self-check, relative to the largest update
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels get float32
 ROW = np.dtype(  # `struct Row` of cpu.cpp
@@ -91,16 +93,18 @@ def choose(backend: str, config, device: torch.device) -> str:
 def refusal(config, device: torch.device) -> str | None:
     """Why the kernel cannot run, or None."""
     expected = {"small_fc": 39, "velo": 30, "velo_paper": 29}[config.feature_set]
-    max_size = 64 if device.type == "cuda" else 128
+    max_size = 64 if device.type == "cuda" else MAX_SIZE
     if config.num_features != expected:
         return f"it supports {expected} features, not {config.num_features}"
-    if config.hidden_layers > 3 or config.hidden_size > max_size:
-        return f"it supports up to 3 hidden layers of up to {max_size} units"
+    if config.hidden_layers > MAX_LAYERS or config.hidden_size > max_size:
+        return f"it supports up to {MAX_LAYERS} hidden layers of up to {max_size} units"
     if device.type not in LAUNCH:
         return "there are kernels for CPUs and CUDA only"
     if device.type == "meta":  # stands for a GPU in tests
         return None
     try:
+        if device.type == "cpu":
+            start_build(config).join()
         error = self_check(config, device)
     except torch.OutOfMemoryError:
         raise
@@ -162,7 +166,7 @@ def self_check(config, device: torch.device) -> float:
 
 
 def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
-    """The constant columns of a stack's rows, or None if kernels do not support the stack.
+    """A stack's rows, constant columns only, as int64, or None if kernels do not support the stack.
 
     A tensor of rank 2 or more is (A, X, B, Y, C): X and Y are the factored axes in storage order,
     A, B and C the batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y
@@ -190,7 +194,7 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         table["kind"] = 1 if dims[1] > dims[0] else 2
     for name, part in zip("AXBYC", sizes, strict=True):
         table[name] = math.prod(part)
-    return table
+    return table.view(np.int64)
 
 
 def pack(config, phi: Phi, rates: Rates) -> Tensor:
@@ -203,7 +207,7 @@ def pack(config, phi: Phi, rates: Rates) -> Tensor:
 def _table(rows: list[np.ndarray], params: list[Tensor]) -> tuple[np.ndarray, dict[int, Tensor]]:
     """The rows of T stacks, (T, P), and float32 copies of the parameters of other dtypes, which
     these rows then point to."""
-    table = np.concatenate([x.view(np.int64) for x in rows]).view(ROW).reshape(len(rows), -1)
+    table = np.concatenate(rows).view(ROW).reshape(len(rows), -1)
     copies = {n: p.float() for n, p in enumerate(params) if p.dtype != torch.float32}
     for n, p in copies.items():
         table["p"][n] += p.data_ptr() - table["p"][n, 0]
@@ -286,6 +290,20 @@ FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-m
 -ffp-contract=fast""".split()
 # Not -march=native: machines with different CPUs may share a home folder and the cache in it.
 MARCH = {"AVX512": ["-march=skylake-avx512"], "AVX2": ["-march=haswell"]}
+
+
+@functools.cache
+def start_build(config) -> threading.Thread:
+    """Call `library` in the background. Its first user waits, and calls it again if it failed."""
+
+    def run() -> None:
+        if config.hidden_layers <= MAX_LAYERS and config.hidden_size <= MAX_SIZE:
+            with contextlib.suppress(Exception):
+                library(config.hidden_size, config.hidden_layers, config.num_features)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 @functools.cache

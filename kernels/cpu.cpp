@@ -22,7 +22,6 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -214,18 +213,14 @@ static inline void layer(const float *w, const Vec (*x)[NV], Vec (*y)[NV], B bia
 struct Block { long id, q, x, x1, j, n; };  // rows x to x1 - 1 of batch q = (a, b), n columns from j
 struct Axis { float *v; long size, outer, length, inner; bool is_r; };  // vectors of X or Y, (3, size)
 
-static Row with_long_rows(Row t) {  // (n, 1) becomes (1, n)
-    if (t.kind && t.Y * t.C == 1) t.Y = t.X, t.C = t.B, t.X = t.B = 1, t.kind = 3 - t.kind;
-    return t;
-}
-
 static float safe(float x, float factor = 1) { return x <= 1e-28f ? 1 : factor * x; }
 
 class Step {
     Team &team; const Settings &s; const Row t; Work &work; Own &own;
     const long N = t.Y * t.C, rows = t.A * t.X * t.B, batches = t.A * t.B, size = rows * N;
     const bool vector = t.kind == 0, relative = s.relative;
-    // Blocks are made of lines: a row, or `joined` short rows for `tall` indices x and all b
+    // Blocks consist of lines. A line is a row or, if rows are short, those of `tall` x and all b, joined:
+    // in it, Y's vectors repeat with `period` and X's are spread
     const bool joined = !vector && N < 4 * W && t.B * N <= COLS;
     const long tall = joined ? COLS / (t.B * N) : 1, period = joined ? t.B * N : std::min<long>(t.C, COLS);
     const long down = (t.X + ROWS * tall - 1) / (ROWS * tall), across = (N + COLS - 1) / COLS;
@@ -260,7 +255,7 @@ class Step {
 
     // Pass 1; returns false if g must be cleaned. own.column has column sums, own.lane a line's sums at
     // column % span. The span is a multiple of C, and of W if C is small, which avoids
-    // store-to-load forwarding stalls; joined rows are added up later
+    // store-to-load forwarding stalls
     bool square(const Block &b, bool clean) {
         long span = joined ? COLS : t.C;
         while (span < 128 && (span % W || span < 4 * W)) span *= 2;
@@ -299,10 +294,9 @@ class Step {
             for (long l = 0; l < columns; l++) own.mean[l] += own.column[j + l];
         float *out = work.sums[1].data() + b.x / (ROWS * tall) * axis[1].size + b.q * N + b.j;
         if (!vector) std::copy_n(own.mean, columns, out);
-        Int good = (Vec)largest <= CLIP;
-        for (int l = 0; l < W; l++)
-            if (!good[l]) return false;
-        return true;
+        bool good = true;
+        for (int l = 0; l < W; l++) good &= ((Vec)largest)[l] <= CLIP;
+        return good;
     }
 
     // r and c: the mean of g^2 from the sums of blocks, then a lerp for each decay
@@ -394,7 +388,7 @@ class Step {
         }
     }
 
-    // x, from column j on and with W - 1 more entries for the last lanes, repeats after `count` entries
+    // Repeat x, `count` entries, from column j on, with W - 1 more entries for the last lanes
     void repeat(const float *x, long count, long j, float *out) const {
         if (count == 1) return store(out, all(*x));
         long c = j % count, first = std::min(period, count - c);
@@ -403,15 +397,16 @@ class Step {
         for (int l = 0; l < W - 1; l++) out[period + l] = out[l];
     }
 
-    // Each C entries of x, N / C times, as far as n
+    // Fill n entries, joined rows, with C entries of x for each row
     void spread(const float *x, long n, float *out) const {
         for (long i = 0; i < n; i += N, x += t.C)
             if (t.C == 1) for (long l = 0; l < N; l += W) store(out + i + l, all(*x));
             else for (long l = 0; l < N; l++) out[i + l] = x[l % t.C];
     }
 
-    // own.side of X or Y, whose vectors start at `at`; with `bias` own.bias: [v, 1/sqrt(v)] times their rows of W0
-    void prepare(bool y, long at, long j, long n, bool bias) {
+    // A line's own.side for X or Y, from its vectors at `at`. With `bias` also own.bias: [v, 1/sqrt(v)]
+    // times their rows of W0
+    [[gnu::noinline]] void prepare(bool y, long at, long j, long n, bool bias) {
         for (int k = 0; k < (bias ? 6 : 3); k++) {
             const float *x = (k < 3 ? work.rho[y].data() : axis[y].v) + k % 3 * axis[y].size + at;
             if (y == joined) repeat(x, joined ? period : t.C, j, own.side[y][k]);
@@ -464,7 +459,8 @@ class Step {
                     const long l = j + v * W;
                     Lanes in{n - l};
                     Vec x[D];
-                    features<Vector, Second>(x, in, at + l, in.load(g + l), in.load(p + l), own.side[!joined][0] + l, own.side[joined][0] + phase);
+                    const float *along = own.side[!joined][0] + l, *around = own.side[joined][0] + phase;
+                    features<Vector, Second>(x, in, at + l, in.load(g + l), in.load(p + l), along, around);
                     for (int k = 0; k < D; k++) Second ? part[k] += x[k] * x[k] : X[k][v] = x[k];
                     phases[v] = phase;
                     if ((phase += wrap) >= period) phase -= period;
@@ -528,7 +524,7 @@ class Step {
 
 public:
     Step(Team &team, const Settings &s, const Row &row, Work &work, Own &own)
-        : team(team), s(s), t(with_long_rows(row)), work(work), own(own) {}
+        : team(team), s(s), t(row), work(work), own(own) {}
 
     void run() {
         team.each(1, [&](long) { make_room(); });
@@ -563,7 +559,7 @@ extern "C" int step(const Row *table, int count, const Settings *settings, int t
         while (!size) std::this_thread::yield();
         Team team{size, &shared}, single;
         Work own_work;
-        auto own = std::make_unique<Own>();
+        const std::unique_ptr<Own> own(new Own);  // not cleared
         for (const Row *t : large) Step(team, *settings, *t, shared_work, *own).run();
         team.each(small.size(), [&](long i) { Step(single, *settings, *small[i], own_work, *own).run(); });
         shared_work.bad += own_work.bad;

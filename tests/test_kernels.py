@@ -1,5 +1,6 @@
 """All backends are one step: literal = folded = C++ = Triton (in its interpreter)."""
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -34,6 +35,7 @@ SHAPES = [
     (5, 9), (9, 5), (6, 6), (1, 8), (8, 1), (1, 1), (40, 70), (70, 33), (3, 1100),
     (6, 4, 3), (3, 4, 6), (6, 4, 3, 3), (20, 33, 3, 3), (8, 1, 3, 3), (64, 2, 3, 3), (2, 3, 40, 5),
     (3, 5, 2, 4, 2), (2, 2, 3, 5, 6),
+    (3000, 4), (700, 31), (2, 300, 3, 5), (300, 3, 4, 4), (90, 1),  # short rows, joined
 ]  # fmt: skip
 TOLERANCE = {"folded": 5e-6, "kernel": 5e-6, "triton": 1e-5}
 
@@ -310,6 +312,38 @@ def test_state_that_does_not_fit_is_not_written_to():
             opt.step()
 
 
+def test_state_that_was_moved_is_found():
+    """Offloading sets `.data` of state tensors: the next step uses the new memory."""
+    results = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.ones(4, 4))
+        opt = mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend="kernel")
+        for _ in range(3):
+            p.grad = torch.randn(4, 4)
+            opt.step()
+            for x in opt.state[p].values():
+                x.data = x.data.clone() if moves else x.data
+        results.append({"p": p.detach(), **opt.state[p]})
+    for name, x in results[0].items():
+        assert torch.equal(x, results[1][name]), name
+
+
+def test_a_vector_has_28_bytes_of_state_per_entry():
+    """r and c of a vector are one tensor, also after a state dict was loaded that has two."""
+    p = nn.Parameter(torch.ones(50))
+    p.grad = torch.randn(50)
+    opt = mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend="kernel")
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["c"] = saved["state"][0]["c"].clone()
+    opt.load_state_dict(saved)
+    opt.step()
+    storages = {x.untyped_storage().data_ptr(): x.nbytes for x in opt.state[p].values()}
+    assert sum(storages.values()) == 28 * 50
+    assert opt.state[p].keys() == {"M", "V", "r", "c"}
+
+
 def test_nan_parameters_stay_nan():
     """A NaN reaches the whole tensor, through every layer, as it does in torch."""
     for backend in ("kernel", "literal"):
@@ -347,11 +381,12 @@ def test_state_moves_between_backends():
 @pytest.fixture
 def unchecked():
     """No kernel has been checked, none is loaded."""
-    kernels.choose.cache_clear()
-    kernels.library.cache_clear()
+    caches = kernels.choose, kernels.library, kernels.start_build
+    for cached in caches:
+        cached.cache_clear()
     yield
-    kernels.choose.cache_clear()
-    kernels.library.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -388,6 +423,23 @@ def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):
     assert [process.wait() for process in both] == [0, 0]
     assert [file] == list(fresh.iterdir())
     assert file.stat().st_size == len(content)
+
+
+def test_the_build_starts_with_the_optimizer(fresh, monkeypatch):
+    """Once, in the background, for parameters on a CPU; the first step waits for it."""
+    commands, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda x, **k: commands.append(x) or run(x, **k))
+    lo, p = mulo.SmallFC(SMALL), nn.Parameter(torch.ones(3))
+    mulo.MuLO([nn.Parameter(torch.ones(3, device="meta"))], lo)
+    mulo.MuLO([p], lo, backend="folded")
+    assert kernels.start_build.cache_info().currsize == 0
+    for _ in range(2):
+        opt = mulo.MuLO([p], lo)
+    assert kernels.start_build.cache_info().currsize == 1
+    p.grad = torch.ones(3)
+    opt.step()
+    assert sum("-o" in command for command in commands) == 1
+    assert len(list(fresh.iterdir())) == 1
 
 
 def test_without_a_compiler_it_is_folded_with_a_warning(fresh, monkeypatch):
