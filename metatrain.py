@@ -490,7 +490,7 @@ def main(**defaults) -> None:
         if device == "cpu" and run.recipe.scale == "desk":
             torch.set_num_threads(1)  # tensors are so small that threads slow it down
         if run.rank == 0:
-            print(f"{sentence} Backend: {run.particles[0].opt.backend}.")
+            print(f"{sentence} Backend: {run.particles[0].opt.backend}.", flush=True)
         run.train(args.checkpoint_every)
         if run.rank == 0:
             optimizer = f"The optimizer is {run.out / 'lo.pt'}."
