@@ -33,6 +33,16 @@ MAX_BATCH_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
+def why_no_cuda() -> str:
+    """The reason onnxruntime could not load its CUDA provider (it only logs the reason)."""
+    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
+        try:
+            onnxruntime.register_execution_provider_library("CUDA", str(file))
+        except Exception as error:  # of many types, none of them public
+            return str(error)
+    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
+
+
 @functools.cache
 def stream_on(device: torch.device) -> torch.cuda.Stream:
     """onnxruntime treats stream 0, torch's default, as "no stream", so use another one."""
@@ -91,8 +101,7 @@ class Session:
             session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
             if session.get_providers()[0] == provider[0]:
                 return session
-            providers = ", ".join(onnxruntime.get_available_providers())
-            reason = f"its log says why; its providers are {providers}"
+            reason = why_no_cuda()
         except RuntimeError as error:  # CUDA has no driver or no GPU
             reason = str(error)
         cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"

@@ -150,7 +150,13 @@ class Task:
         if self.own:
             return _own_data(self.own, str(device))
         side = self.shape[-1]  # size that images are pooled to, or sequence length
-        return datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
+        data = datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
+        if (data.shape, data.classes) != (self.shape, self.classes):
+            raise ValueError(
+                f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
+                f"{self.dataset} has {data.shape} and {data.classes}: change one of the two."
+            )
+        return data
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The loss of one net on a batch: by default the cross-entropy.
