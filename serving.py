@@ -218,7 +218,10 @@ class OrtMuLO(MuLO):
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
         """As in MuLO, but with state in the graphs' memory layout: steps need not transpose it."""
-        stack = super()._stack(p, group)
+        stack, state = super()._stack(p, group), self.state[p]
+        if state["c"] is state["r"]:  # of a vector; graphs write both in place
+            state["c"] = state["r"].clone()
+            stack = super()._stack(p, group)
         views = [in_graph(x, stack.dims) for x in stack.acc]
         if all(x.is_contiguous() for x in views):
             return stack
