@@ -438,7 +438,7 @@ def loss_features(
     n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
     largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
-    means = torch.where(finite, torch.lerp(loss, buffer.means, decay), buffer.means)
+    means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
     n = buffer.count.unsqueeze(-1) + finite
     ema = means / (1 - decay**n)
     low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)

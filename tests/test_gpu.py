@@ -144,7 +144,7 @@ def test_an_inner_step_of_meta_training_does_not_sync(name, backend, images, tri
         kernels_each = (
             gpu.kernels + len(triton_launches) / 2
         ) / steps  # there were two truncations
-        assert kernels_each <= {"mulo_m": 70, "muvelo_m": 131}[name]
+        assert kernels_each <= {"mulo_m": 70, "muvelo_m": 132}[name]
 
 
 def build(width):
@@ -170,7 +170,7 @@ def test_launches_of_a_step_do_not_depend_on_the_number_of_tensors(net, triton_l
                 opt.step(loss=loss)
         counts.append((gpu.kernels, len(triton_launches)))
     assert counts[0] == counts[1]
-    assert sum(counts[0]) <= (81 if net is mulo.VeLO else 13)  # with allocations and copies
+    assert sum(counts[0]) <= (83 if net is mulo.VeLO else 13)  # with allocations and copies
 
 
 @pytest.mark.parametrize("backend", ["folded", "kernel"])
