@@ -69,8 +69,8 @@ class TiedMLP(nn.Module):
 
     def __init__(self, width: int, vocab: int = 11):
         super().__init__()
-        self.tokens, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
-        self.body, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.tokens, self.norm = nn.Embedding(vocab, width), nn.LayerNorm(width)
+        self.body, self.head = nn.Linear(width, width), nn.Linear(width, vocab, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, x):  # (b,)
