@@ -268,6 +268,7 @@ class MuLO(torch.optim.Optimizer):
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         stacks = [self._stack(p, group) for p, group in params]
+        freezes = any(group["freeze_zero_grad"] for group in self.param_groups)
         phi, alpha = self._generate(params, stacks, loss) if velo and params else ({}, None)
         for device in dict.fromkeys(p.device for p, _ in params):
             on_device = [k for k, (p, _) in enumerate(params) if p.device == device]
@@ -283,8 +284,8 @@ class MuLO(torch.optim.Optimizer):
             grads = [sharded.local_grad(params[k][0]).view_as(stacks[k].p) for k in on_device]
             kept = [
                 (stacks[k].p, stacks[k].p.clone(), g == 0)
-                for k, g in zip(on_device, grads, strict=True)
-                if params[k][1].get("freeze_zero_grad")
+                for k, g in (zip(on_device, grads, strict=True) if freezes else ())
+                if params[k][1]["freeze_zero_grad"]
             ]
             bad = self._advance(backend, weights, [stacks[k] for k in on_device], grads, numbers)
             for p, before, is_zero in kept:
@@ -490,6 +491,8 @@ class MuLO(torch.optim.Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self.__dict__ = {"distributed": True, "_warned": set()} | self.__dict__
+        for group in self.param_groups:
+            group.setdefault("freeze_zero_grad", False)
         if memory := self.state.pop("loss", None):  # of an older pickle
             memory = features.pack_loss_buffer(LossBuffer(**memory))
             for p_state in self.state.values():
