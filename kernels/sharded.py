@@ -133,8 +133,7 @@ def local_grad(p: Tensor) -> Tensor:
 def like(p: Tensor, x: Tensor, averaged: int | None) -> Tensor:
     """State x of this process's part of p, as a DTensor that is sharded as p is.
 
-    The last axes of x are those of p; the one that is averaged, counted from the end, is not
-    sharded.
+    The last axes of x are those of p; the averaged one, counted from the end, is not sharded.
     """
     if not is_dtensor(p):
         return x
