@@ -33,11 +33,23 @@ __path__ = [os.path.dirname(os.path.abspath(__file__))]  # files beside this one
 from mulo import features, kernels, roles
 from mulo.checkpoints import from_pylo, from_reference, load, save
 from mulo.features import Accumulators, Dims, Eps, LossBuffer, Numbers, Phi, Rates, trailing
-from mulo.groups import annealed_to, check_group, check_shape, doubts, warn, warn_once
 from mulo.kernels import folded, sharded
 from mulo.nets import LO, LOConfig, SmallFC, VeLO, generate, mlp, stacked
 from mulo.nets import NETS as NETS  # not public, but used by other modules
-from mulo.roles import RULES, Readout, infer_roles, init_, multiply_outputs_, param_groups
+from mulo.roles import (
+    RULES,
+    Readout,
+    annealed_to,
+    check_group,
+    check_shape,
+    doubts,
+    infer_roles,
+    init_,
+    multiply_outputs_,
+    param_groups,
+    warn,
+    warn_once,
+)
 from mulo.roles import fold_outputs_ as fold_outputs_
 
 __all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "from_pylo"]
