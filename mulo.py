@@ -36,25 +36,12 @@ from mulo.features import Accumulators, Dims, Eps, LossBuffer, Numbers, Phi, Rat
 from mulo.kernels import folded, sharded
 from mulo.nets import LO, LOConfig, SmallFC, VeLO, generate, mlp, stacked
 from mulo.nets import NETS as NETS  # not public, but used by other modules
-from mulo.roles import (
-    RULES,
-    Readout,
-    annealed_to,
-    check_group,
-    check_shape,
-    doubts,
-    infer_roles,
-    init_,
-    multiply_outputs_,
-    param_groups,
-    warn,
-    warn_once,
-)
-from mulo.roles import fold_outputs_ as fold_outputs_
+from mulo.roles import RULES, Readout, fold_outputs_, infer_roles, init_, multiply_outputs_
+from mulo.roles import param_groups as param_groups
 
-__all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "from_pylo"]
-__all__ += ["from_reference", "infer_roles", "init_", "load", "multiply_outputs_", "param_groups"]
-__all__ += ["fold_outputs_", "save"]
+__all__ = ["LO", "RULES", "LOConfig", "MuLO", "Readout", "SmallFC", "VeLO", "fold_outputs_"]
+__all__ += ["from_pylo", "from_reference", "infer_roles", "init_", "load", "multiply_outputs_"]
+__all__ += ["param_groups", "save"]
 
 
 # ---------------------------------------------------------------- the step
@@ -242,17 +229,17 @@ class MuLO(torch.optim.Optimizer):
             kernels.start_build(self.lo.config)  # meanwhile, torch imports for seconds
         super().add_param_group(param_group)
         try:
-            check_group(self.param_groups[-1])
+            roles.check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
-        for doubt in doubts(given, self.lo.mup, self.defaults):
+        for doubt in roles.doubts(given, self.lo.mup, self.defaults):
             self._warn_once(doubt)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warn(message)
+            roles.warn(message)
 
     @torch._disable_dynamo  # as torch does for the rest of Optimizer
     @torch.no_grad()
@@ -304,7 +291,7 @@ class MuLO(torch.optim.Optimizer):
                 p.copy_(torch.where(is_zero, before, p))
             self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
-            group["annealed_to"] = annealed_to(group)
+            group["annealed_to"] = roles.annealed_to(group)
             group["step"] = group["step"] + 1
         self._warn_nonfinite()
         return loss
@@ -335,7 +322,11 @@ class MuLO(torch.optim.Optimizer):
         config, rows = self.lo.config, {}
         for g in {id(g): g for g in groups}.values():
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
-            if (t := annealed_to(g)) < g["step"] and config.t_max and config.net == "small_fc":
+            if (
+                (t := roles.annealed_to(g)) < g["step"]
+                and config.t_max
+                and config.net == "small_fc"
+            ):
                 times = max(g["step"], config.t_max) / max(t, config.t_max)
                 scale = scale * times**config.anneal  # undo the annealing since t
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
@@ -372,12 +363,12 @@ class MuLO(torch.optim.Optimizer):
             one = part.detach().view(1, *(part.shape or (1,)))  # a scalar is a vector of one
             acc = Accumulators(*(x.unsqueeze(0) for x in parts))
             dims = features.factored_dims(tuple(p.shape), group["out_axis"])
-            check_shape(p, group)
+            roles.check_shape(p, group)
             shards = sharded.shards_of(p, roles.name_of(p, group))
             if shards and self.backend == "kernel":
                 raise ValueError('kernels do not take sharded parameters: pass backend="auto".')
             if shards and self.backend == "auto":
-                warn_once(
+                roles.warn_once(
                     "MuLO steps sharded parameters without a kernel, several times slower: "
                     'pass backend="folded" to silence this warning.'
                 )
