@@ -322,11 +322,8 @@ class MuLO(torch.optim.Optimizer):
         config, rows = self.lo.config, {}
         for g in {id(g): g for g in groups}.values():
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
-            if (
-                (t := roles.annealed_to(g)) < g["step"]
-                and config.t_max
-                and config.net == "small_fc"
-            ):
+            t = roles.annealed_to(g)
+            if t < g["step"] and config.t_max and config.net == "small_fc":
                 times = max(g["step"], config.t_max) / max(t, config.t_max)
                 scale = scale * times**config.anneal  # undo the annealing since t
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0

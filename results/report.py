@@ -75,6 +75,22 @@ def ranked(x: Tensor) -> Tensor:
     return 1 + (x < x[:, None]).sum(1) + ((x == x[:, None]).sum(1) - 1) / 2
 
 
+def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict[str, bool]:
+    """Checks of `resnet`, from final losses by optimizer and width."""
+    widths, checks = list(dict.fromkeys(w for _, w in train)), {}
+    for name in ("mulo_m", "lo_m"):
+        gaps = [float((test[name, w].mean() / train[name, w].mean() - 1).abs()) for w in widths]
+        claim = f"{LABELS[name]}: at every width, the test loss is within 10% of the train loss"
+        checks[claim] = all(gap <= 0.1 for gap in gaps)  # in the paper it is within 8%
+        for split, losses in (("train", train), ("test", test)):
+            claim = f"{LABELS[name]}: the {split} loss falls with width, within the standard error"
+            checks[claim] = falls([losses[name, w] for w in widths])
+    for split, losses in (("train", train), ("test", test)):
+        claim = f"μLO_M is ahead of LO_M at every width in {split} loss"
+        checks[claim] = all(worse(losses["lo_m", w], losses["mulo_m", w]) for w in widths)
+    return checks
+
+
 def figure(panels: int) -> tuple[Figure, list]:
     """A figure and its axes, at most four in a row."""
     columns = min(panels, 4)

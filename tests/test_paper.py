@@ -144,7 +144,7 @@ def test_resnet_checks():
             }
             for changes in (train, test)
         ]
-        return [claim for claim, holds in paper.resnet_checks(*losses).items() if not holds]
+        return [claim for claim, holds in report.resnet_checks(*losses).items() if not holds]
 
     falls = "loss falls with width, within the standard error"
     near = "at every width, the test loss is within 10% of the train loss"
