@@ -236,9 +236,9 @@ class MuLO(torch.optim.Optimizer):
         for doubt in roles.doubts(given, self.lo.mup, self.defaults):
             self._warn_once(doubt)
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_once(self, message: str, key: str = "") -> None:
+        if (key or message) not in self._warned:
+            self._warned.add(key or message)
             roles.warn(message)
 
     @torch._disable_dynamo  # as torch does for the rest of Optimizer
@@ -439,8 +439,9 @@ class MuLO(torch.optim.Optimizer):
         on_cpu = all(device.type == "cpu" for device in self._nonfinite)
         if (on_cpu or self.param_groups[0]["step"] % 100 == 0) and self.nonfinite:
             self._warn_once(
-                "gradient entries were NaN or infinite and were replaced by 0: look for an "
-                "overflow in the loss, or skip such steps (see MuLO.nonfinite)."
+                f"{self.nonfinite} gradient entries were NaN or infinite and were replaced by 0: "
+                "look for an overflow in the loss, or skip such steps (see MuLO.nonfinite).",
+                key="nonfinite",
             )
 
     def _match_state(self, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:

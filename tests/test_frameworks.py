@@ -208,5 +208,5 @@ def test_timm():
     assert losses[-1] < 0.9 * losses[0]
     assert loss_of(average.module, x, y) < 0.9 * losses[0]
     assert min(rates) == 0
-    assert max(rates) == 1
+    assert max(rates) > 0.8
     assert [group["scale"] for group in opt.param_groups] == scales
