@@ -3,6 +3,7 @@
     python bench.py all                 # everything below, in about twenty minutes
     python bench.py step                # the optimizer step: kernel, folded, literal, and AdamW
     python bench.py many                # models of many tensors: a ViT and a ResNet
+    python bench.py train               # a training step: gradients, and AdamW, Muon or mulo_m
     python bench.py metatrain           # an outer step of meta-training: kernel and folded
     python bench.py export              # the step in onnxruntime and in eager PyTorch
 
@@ -28,7 +29,7 @@ from unittest import mock
 import torch
 
 import mulo
-from mulo import kernels, metatrain, recipes, tasks, training
+from mulo import evaluate, kernels, metatrain, recipes, tasks, training
 from mulo.evaluate import one_sentence, positive
 
 Shapes = list[tuple[int, ...]]
@@ -178,6 +179,20 @@ def bench_many(repeats: int, device: str) -> dict[str, Rows]:
     return compare(cases, repeats, device)
 
 
+def bench_train(repeats: int, device: str) -> dict[str, Rows]:
+    rows, steps, muon = {}, 20, evaluate.adam([evaluate.MUON], "muon")
+    optimizers = {"AdamW": evaluate.adam([evaluate.ADAMW_DEFAULTS]), "Muon": muon}
+    optimizers["mulo_m"] = mulo.load("mulo_m")
+    for width in (64, 256, 1024):
+        task, runs = tasks.get(f"fashion_mlp_w{width}_d3"), {}
+        for name, optimizer in optimizers.items():
+            in_rules = training.with_rules(task, name == "mulo_m")
+            runs[name] = functools.partial(training.train, in_rules, optimizer, steps, [0])
+        best = race(runs, max(1, repeats // 5))
+        rows[task.name] = {k: 1e3 * seconds / steps for k, seconds in best.items()}
+    return {"A training step of one net, ms": rows}
+
+
 def bench_metatrain(repeats: int, device: str) -> dict[str, Rows]:
     runs = {}
     for backend in ("kernel", "folded"):
@@ -205,7 +220,10 @@ def bench_export(repeats: int, device: str) -> dict[str, Rows]:
     return {"A step, ns/param": rows}
 
 
-COMMANDS = dict(step=bench_step, many=bench_many, metatrain=bench_metatrain, export=bench_export)
+COMMANDS = {
+    "step": bench_step, "many": bench_many, "train": bench_train, "metatrain": bench_metatrain,
+    "export": bench_export,
+}  # fmt: skip
 
 
 def main() -> None:
