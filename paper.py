@@ -31,7 +31,7 @@ from mulo.training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-MUON_WIDEST = 512  # wider nets take Muon more than five minutes each on a core
+MUON_WIDEST = 512  # wider nets take Muon more than four minutes each on a core
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
 WIDE, NARROW = (64, 256, 1024), (64, 128)
@@ -129,7 +129,7 @@ def sweep(
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
         for size, task in tested.items()
-        if name != "muon" or tasks.get(task).width <= MUON_WIDEST
+        if name != "muon" or ("mlp" in f.kind and tasks.get(task).width <= MUON_WIDEST)
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
@@ -173,24 +173,21 @@ def width(suite: Suite, results: Results) -> Finding:
 def rank(suite: Suite, results: Results) -> Finding:
     """Average rank over families at each column's width, at 1, 3 and 5 horizons.
 
-    Losses at 3 horizons are from the runs of 5, so VeLO and Muon, which know the length of their
-    run, have not finished there. A diverged net has the loss of guessing. The checks are the
-    paper's, of ranks without Muon.
+    Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, has
+    not finished there. A diverged net has the loss of guessing.
     """
-    optimizers = suite.contenders(muon=True)
-    runs = {1: 1, 3: 5, 5: 5}  # horizons: length of the run
+    optimizers, runs = suite.contenders(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
     names, columns, jobs = list(optimizers), list(product(runs, SIZES)), {}
     for f, (t, size) in product(suite.families, columns):
         task = f.task(f.columns[SIZES.index(size)])
         steps, seeds = runs[t] * suite.steps, range(f.few_seeds)
         jobs[f, t, size] = [Job(c, task, steps, seeds=seeds) for c in optimizers.values()]
     results.run(chain(*jobs.values()), "rank")
-    by_kind, paper, without = {}, {}, [k for k, name in enumerate(names) if name != "muon"]
-    for (f, t, size), of_task in jobs.items():
+    by_kind = {}
+    for (f, t, _), of_task in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in of_task])
         losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (optimizers, seeds)
         by_kind.setdefault(f.kind, []).append(report.ranked(losses.mean(1)))
-        paper.setdefault((t, size), []).append(report.ranked(losses[without].mean(1)))
     ranks = {kind: torch.stack(x) for kind, x in by_kind.items()}  # (columns, optimizers) each
     ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
     rows = [["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)]]
@@ -206,14 +203,13 @@ def rank(suite: Suite, results: Results) -> Finding:
         ax.invert_yaxis()
     axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     checks, summary = {}, []
-    for (t, size), by_family in paper.items():
-        row = torch.stack(by_family).mean(0).tolist()
+    for (t, size), row in zip(columns, ranks["all"].tolist(), strict=True):
         for claim, claimed, sign in (
             ("μLO_M and μVeLO_M have the two best average ranks", PAIRS.keys(), 1),
             ("LO_M and VeLO_M have the two worst", PAIRS.values(), -1),
         ):
             inside, others = [], []
-            for name, x in zip(suite.contenders(), row, strict=True):
+            for name, x in zip(names, row, strict=True):
                 (inside if name in claimed else others).append(sign * x)
             if inside and others:
                 checks[f"{claim}, {size}, after {t}x the horizon"] = max(inside) < min(others)
@@ -247,7 +243,7 @@ def depth(suite: Suite, results: Results) -> Finding:
 
 def horizon(suite: Suite, results: Results) -> Finding:
     """Runs of 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
-    optimizers, runs = suite.contenders(muon=True), []
+    runs = []
     for f in suite.families:
         runs += [(f, "constant", f.longest, f.few_seeds)] * bool(f.longest)
         runs += [(f, "cosine", times, f.seeds) for times in f.horizons]
@@ -256,6 +252,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
     (fig, axes), checks, summary, jobs = figure(len(panels)), {}, [], {}
     for f, schedule, times, n in runs:
         args = f.task(f.base), times * suite.steps, schedule, range(n)
+        optimizers = suite.contenders(muon=schedule == "cosine")
         jobs[f, schedule, times, n] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
     for run, by_name in jobs.items():

@@ -188,7 +188,8 @@ at a constant rate, updates of μLO_M and LO_M shrink as 1/√t beyond their hor
     "transfer": ("Other data sets, input sizes and models", """
 Not in the paper. μLO_M runs untuned, at a constant rate and under a cosine from 2 to 0.2; AdamW at
 its default rate, with its rate tuned at each task's smallest width, and under a cosine with its
-rate tuned at every width."""),
+rate tuned at every width; Muon (orthogonalised momentum for all matrices) under its own cosine, at
+one rate for all tasks, on nets up to width 512. Ranks are over the tasks that all have run."""),
     "resnet": ("ResNets, train and test loss", """
 At every width from 128 to 2048 μLO_M ends below LO_M in train loss and in test loss, which is
 within 8% of the train loss (appendix)."""),
