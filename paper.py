@@ -133,8 +133,10 @@ def sweep(
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
+    largest = {f.kind: max(tested) for f, tested in sizes.items()}
     for (kind, name, size), job in jobs.items():
-        losses = curves.setdefault(kind, {})[name] = results.losses(job)
+        losses = results.losses(job)
+        curves.setdefault(kind, {}).update({name: losses} if size == largest[kind] else {})
         final.setdefault(kind, {}).setdefault(name, {})[size] = final_loss(losses)
         rows.append([kind, name, size, *mean_stderr(final_loss(losses))])
     fig, axes = figure(2 * len(sizes))
