@@ -39,6 +39,7 @@ struct Row {  // one tensor
     int64_t A, X, B, Y, C;
     int32_t kind;  // 0 vector; 1: r belongs to X and c to Y; 2: r to Y and c to X
     float t, scale, decay, eps;
+    long size() const { return A * X * B * Y * C; }
 };
 
 struct Settings {  // of one call
@@ -217,7 +218,7 @@ static float safe(float x, float factor = 1) { return x <= 1e-28f ? 1 : factor *
 
 class Step {
     Team &team; const Settings &s; const Row t; Work &work; Own &own;
-    const long N = t.Y * t.C, rows = t.A * t.X * t.B, batches = t.A * t.B, size = rows * N;
+    const long N = t.Y * t.C, rows = t.A * t.X * t.B, batches = t.A * t.B, size = t.size();
     const bool vector = t.kind == 0, relative = s.relative;
     // Blocks consist of lines. A line is a row or, if rows are short, those of `tall` x and all b, joined:
     // in it, Y's vectors repeat with `period` and X's are spread
@@ -541,37 +542,43 @@ public:
     }
 };
 
-static double cost(const Row &t) {  // about the number of multiplications
-    return double(t.A * t.X * t.B * t.Y * t.C) * (100 + DENSE * H + (LAYERS - 1) * H * H);
+static double cost(const Row *t, int count = 1) {  // about the number of multiplications
+    double sum = 0;
+    for (; count-- > 0; t++) sum += double(t->size()) * (100 + DENSE * H + (LAYERS - 1) * H * H);
+    return sum;
 }
 
-// Returns the number of gradient entries that are not finite
-extern "C" int step(const Row *table, int count, const Settings *settings, int threads) {
-    std::vector<const Row *> small, large;  // one thread works on a small tensor, all on a large one
-    double work = 0;
-    for (const Row *t = table; t < table + count; work += cost(*t++))
-        if (cost(*t) > 0) (cost(*t) < 8e6 ? small : large).push_back(t);
-    threads = std::clamp<double>(work / 2.5e6, 1, std::max(1, threads));
+// Call f(team) in as many threads as the work is for, at most `threads`
+template <class F> static void together(double work, int threads, F f) {
     Team::Shared shared;
-    Work shared_work;
     std::atomic<int> size{0};  // of the team: known once all threads have been started
     auto run = [&] {
         while (!size) std::this_thread::yield();
-        Team team{size, &shared}, single;
-        Work own_work;
-        const std::unique_ptr<Own> own(new Own);  // not cleared
-        for (const Row *t : large) Step(team, *settings, *t, shared_work, *own).run();
-        team.each(small.size(), [&](long i) { Step(single, *settings, *small[i], own_work, *own).run(); });
-        shared_work.bad += own_work.bad;
+        f(Team{size, &shared});
     };
     std::vector<std::thread> others;
     try {
-        for (int i = 1; i < threads; i++) others.emplace_back(run);
+        for (int i = 2; i <= std::min<double>(threads, work); i++) others.emplace_back(run);
     } catch (const std::system_error &) {  // no more threads: those that started do the work
     }
     size = others.size() + 1;
     run();
     for (std::thread &other : others) other.join();
+}
+
+// Returns the number of gradient entries that are not finite
+extern "C" int step(const Row *table, int count, const Settings *settings, int threads) {
+    std::vector<const Row *> small, large;  // one thread works on a small tensor, all on a large one
+    for (const Row *t = table; t < table + count; t++) (cost(t) < 8e6 ? small : large).push_back(t);
+    Work shared_work;
+    together(cost(table, count) / 2.5e6, threads, [&](Team team) {
+        Team single;
+        Work own_work;
+        const std::unique_ptr<Own> own(new Own);  // not cleared
+        for (const Row *t : large) Step(team, *settings, *t, shared_work, *own).run();
+        team.each(small.size(), [&](long i) { Step(single, *settings, *small[i], own_work, *own).run(); });
+        shared_work.bad += own_work.bad;
+    });
     return shared_work.bad;
 }
 
@@ -588,12 +595,10 @@ static double sum(const float *x, long n, float mean, bool square) {  // of x - 
 // features.tensor_statistics of each tensor, (count, 8). Chunks that fit in the cache are read twice
 extern "C" void statistics(const Row *table, int count, float *out, int threads) {
     std::vector<double> means(5 * count), variances(5 * count);  // of p, M_1, M_2, M_3 and V
-    std::atomic<int> next{0};
-    auto run = [&] {
-        for (int job; (job = next++) < 5 * count;) {
+    together(cost(table, count) / 2.5e7, threads, [&](Team team) {
+        team.each(5 * count, [&](long job) {
             const Row &t = table[job / 5];
-            const int k = job % 5;
-            const long size = t.A * t.X * t.B * t.Y * t.C, chunk = 4096;
+            const long k = job % 5, size = t.size(), chunk = 4096;
             const float *x = k == 0 ? t.p : k < 4 ? t.M + (k - 1) * size : t.V;
             double mean = 0, squares = 0;  // of the first `at` entries; the mean of p counts as 0
             for (long at = 0; at < size; at += chunk) {
@@ -603,17 +608,8 @@ extern "C" void statistics(const Row *table, int count, float *out, int threads)
                 mean += d * n / (at + n);
             }
             means[job] = mean, variances[job] = squares / size;
-        }
-    };
-    std::vector<std::thread> others;
-    double work = 0;
-    for (const Row *t = table; t < table + count; t++) work += cost(*t);
-    try {
-        for (int i = 1; i < std::min<double>(threads, work / 2.5e7); i++) others.emplace_back(run);
-    } catch (const std::system_error &) {
-    }
-    run();
-    for (std::thread &other : others) other.join();
+        });
+    });
     auto squash = [](float x) { return 0.5f * std::clamp(std::log(1e-8f + std::abs(10 * x)), -5.f, 5.f); };
     for (const double *m = means.data(), *v = variances.data(); count--; m += 5, v += 5, out += 8) {
         const float by = 1 / std::sqrt(std::max(float(v[0]), 1e-9f));
