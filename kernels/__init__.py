@@ -192,6 +192,9 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         x, y = sorted(d + len(shape) for d in dims)
         sizes = shape[:x], shape[x : x + 1], shape[x + 1 : y], shape[y : y + 1], shape[y + 1 :]
         table["kind"] = 1 if dims[1] > dims[0] else 2
+        if math.prod(shape[y:]) == 1:  # (n, 1) is (1, n), as long rows are faster
+            sizes = shape[:x], (), (), shape[x : x + 1], shape[x + 1 : y]
+            table["kind"] = 3 - table["kind"]
     for name, part in zip("AXBYC", sizes, strict=True):
         table[name] = math.prod(part)
     return table.view(np.int64)
