@@ -192,6 +192,9 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         x, y = sorted(d + len(shape) for d in dims)
         sizes = shape[:x], shape[x : x + 1], shape[x + 1 : y], shape[y : y + 1], shape[y + 1 :]
         table["kind"] = 1 if dims[1] > dims[0] else 2
+        if math.prod(shape[y:]) == 1:  # (n, 1) is (1, n), as long rows are faster
+            sizes = shape[:x], (), (), shape[x : x + 1], shape[x + 1 : y]
+            table["kind"] = 3 - table["kind"]
     for name, part in zip("AXBYC", sizes, strict=True):
         table[name] = math.prod(part)
     return table.view(np.int64)
@@ -289,7 +292,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math
 -ffp-contract=fast""".split()
 # Not -march=native: machines with different CPUs may share a home folder and the cache in it.
-MARCH = {"AVX512": ["-march=skylake-avx512"], "AVX2": ["-march=haswell"]}
+MARCH = {"AVX512": ("-march=skylake-avx512", "-DWIDTH=16"), "AVX2": ("-march=haswell", "-DWIDTH=8")}
 
 
 @functools.cache
@@ -313,7 +316,7 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CXX", "")) or list(installed)[:1]
     if not compiler:
         raise OSError("there is no C++ compiler: install g++")
-    march = MARCH.get(torch.backends.cpu.get_cpu_capability(), [])
+    march = MARCH.get(torch.backends.cpu.get_cpu_capability(), ["-DWIDTH=4"])
     shape = f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"
     command = [*compiler, *FLAGS, *march, *shape]
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)

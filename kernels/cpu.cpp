@@ -10,12 +10,11 @@
 // multiplied by their weights once per block. In a vector r = c, whose six features are dense.
 //
 // A tensor of any rank is (A, X, B, Y, C), where X and Y are the factored axes. A row is an index
-// (a, x, b): N = Y * C contiguous entries, along which SIMD lanes run. So Y's vectors (c of a
-// matrix) are contiguous along a row, and X's (r of a matrix) repeat every C entries.
-//
-// Passes run over blocks of ROWS rows and COLS columns. A block is summed in float32, and blocks are
-// added in float64 in a fixed order: the result does not depend on the number of threads.
-// Compile with -DHIDDEN (size), -DLAYERS (hidden layers), -DFEATURES (39 small_fc, 30 velo, 29 velo_paper).
+// (a, x, b): N = Y * C contiguous entries, along which SIMD lanes run. Passes run over blocks of ROWS
+// rows and COLS columns, whose sums in float32 are added in float64 in a fixed order: the result does
+// not depend on the number of threads.
+// Compile with -DHIDDEN (size), -DLAYERS (hidden layers), -DFEATURES (39 small_fc, 30 velo, 29 velo_paper)
+// and -DWIDTH, the floats of a SIMD register: 16 (AVX-512), 8 (AVX2) or 4.
 // Built-in functions of gcc and clang stand for those of immintrin.h, which takes long to parse.
 #include <algorithm>
 #include <atomic>
@@ -26,25 +25,17 @@
 #include <system_error>
 #include <thread>
 #include <vector>
-#ifdef __AVX512F__
-#define WIDTH 16
-#elif defined(__AVX2__)
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
 
 struct Row {  // one tensor
     float *p, *g, *M, *V, *r, *c; const float *net;
     int64_t A, X, B, Y, C;
     int32_t kind;  // 0 vector; 1: r belongs to X and c to Y; 2: r to Y and c to X
     float t, scale, decay, eps;
+    long size() const { return A * X * B * Y * C; }
 };
 
-struct Settings {  // of one call
-    float lam1, lam2, eps_rms, t_max, anneal;
-    float relative;  // 1: epsilons are relative to the tensor's gradients
-    float shift;     // of the time features tanh(t / x - shift)
+struct Settings {  // of one call; `relative` epsilons are 1 or 0; time features are tanh(t / x - shift)
+    float lam1, lam2, eps_rms, t_max, anneal, relative, shift;
 };
 
 constexpr int W = WIDTH, H = HIDDEN, ROWS = H < 16 ? 32 : 16;
@@ -66,6 +57,7 @@ typedef Vec Memory __attribute__((aligned(4), may_alias));  // a Vec at any addr
 static inline Vec all(float x) { return x - Vec{}; }  // x + 0 is not x if x is -0
 static inline Vec load(const float *x) { return *(const Memory *)x; }
 static inline void store(float *x, Vec y) { *(Memory *)x = y; }
+static inline Vec lerp(Vec a, Vec b, float rate) { return a + rate * (b - a); }
 
 static inline Vec maximum(Vec x, Vec y) {  // NaN where x is NaN, as in torch
 #if WIDTH == 16  // of the code below, compilers make two instructions
@@ -138,8 +130,6 @@ static double total(const float *x, long n) {  // for n of the order of COLS
     return total(part);
 }
 
-static inline Vec lerp(Vec a, Vec b, float rate) { return a + rate * (b - a); }
-
 // ---- threads: all run the same code and share the iterations of `each` ----
 
 struct Team {
@@ -208,16 +198,13 @@ static inline void layer(const float *w, const Vec (*x)[NV], Vec (*y)[NV], B bia
     if constexpr (M % GROUP != 0) outputs<N, M, M % GROUP, Relu>(w, x, y, M / GROUP * GROUP, bias);
 }
 
-// ---- one tensor ----
-
 struct Block { long id, q, x, x1, j, n; };  // rows x to x1 - 1 of batch q = (a, b), n columns from j
 struct Axis { float *v; long size, outer, length, inner; bool is_r; };  // vectors of X or Y, (3, size)
-
 static float safe(float x, float factor = 1) { return x <= 1e-28f ? 1 : factor * x; }
 
-class Step {
+struct Step {
     Team &team; const Settings &s; const Row t; Work &work; Own &own;
-    const long N = t.Y * t.C, rows = t.A * t.X * t.B, batches = t.A * t.B, size = rows * N;
+    const long N = t.Y * t.C, rows = t.A * t.X * t.B, batches = t.A * t.B, size = t.size();
     const bool vector = t.kind == 0, relative = s.relative;
     // Blocks consist of lines. A line is a row or, if rows are short, those of `tall` x and all b, joined:
     // in it, Y's vectors repeat with `period` and X's are spread
@@ -234,7 +221,8 @@ class Step {
     bool dirty = false;
     // Features are per_V V, M / sqrt(V + eps_M), 1 / sqrt(V + eps_V), and of r (or c) per_r r and
     // 1 / sqrt(r + eps_r). The factors rho of a vector are rsqrt(max(c + add, floor_c))
-    float per_V = 1, eps_M = e6, eps_V = e6, per_r[3] = {1, 1, 1}, eps_r[3] = {e8, e8, e8}, floor_c[3];
+    float per_V = 1, eps_M = e6, eps_V = e6, per_r[3] = {1, 1, 1}, eps_r[3] = {e8, e8, e8};
+    float low = vector ? FLT_MIN : e9, floor_c[3] = {low, low, low};
     const float add_grad = relative ? 0 : e9, add_mom = relative || VELO ? 0 : e6;
 
     Block block(long i) const {
@@ -243,7 +231,6 @@ class Step {
     }
 
     long length(const Block &b, long x) const { return joined ? std::min(tall, b.x1 - x) * period : b.n; }
-
     long row(long q, long x) const { return (q / t.B * t.X + x) * t.B + q % t.B; }
 
     const float *gradient(long at, long n, bool clean) {  // g[at : at + n], cleaned if `clean`
@@ -253,9 +240,8 @@ class Step {
         return own.g;
     }
 
-    // Pass 1; returns false if g must be cleaned. own.column has column sums, own.lane a line's sums at
-    // column % span. The span is a multiple of C, and of W if C is small, which avoids
-    // store-to-load forwarding stalls
+    // Pass 1; returns false if g must be cleaned. own.lane has a line's sums at column % span, a multiple
+    // of C, and of W if C is small, which avoids store-to-load forwarding stalls
     bool square(const Block &b, bool clean) {
         long span = joined ? COLS : t.C;
         while (span < 128 && (span % W || span < 4 * W)) span *= 2;
@@ -308,17 +294,15 @@ class Step {
         for (long part = 0; part < (y ? down : across); part++)
             for (long j = 0; j < n; j++) own.mean[j] += work.sums[y][part * x.size + at + j];
         for (long j = 0; j < n; j++) own.g[j] = own.mean[j] / (y ? t.X : t.Y);
-        for (int k = 0; k < 3; k++) {
-            float *v = x.v + k * x.size + at;
+        for (int k = 0; k < 3; k++)
             for (long j = 0; j < n; j += W) {
+                float *v = x.v + k * x.size + at + j;
                 Lanes in{n - j};
-                in.store(v + j, lerp(in.load(v + j), load(own.g + j) + floor_q, rate_rc[k]));
+                in.store(v, lerp(in.load(v), load(own.g + j) + floor_q, rate_rc[k]));
             }
-        }
     }
 
     void epsilons() {  // those of mode "relative" follow from the means of V and r
-        std::fill_n(floor_c, 3, vector ? FLT_MIN : e9);
         if (!relative) return;
         const Axis &x = axis[t.kind == 2];  // of r
         double old[5] = {};
@@ -397,21 +381,16 @@ class Step {
         for (int l = 0; l < W - 1; l++) out[period + l] = out[l];
     }
 
-    // Fill n entries, joined rows, with C entries of x for each row
-    void spread(const float *x, long n, float *out) const {
-        for (long i = 0; i < n; i += N, x += t.C)
-            if (t.C == 1) for (long l = 0; l < N; l += W) store(out + i + l, all(*x));
-            else for (long l = 0; l < N; l++) out[i + l] = x[l % t.C];
-    }
-
-    // A line's own.side for X or Y, from its vectors at `at`. With `bias` also own.bias: [v, 1/sqrt(v)]
-    // times their rows of W0
+    // A line's own.side from X's or Y's vectors at `at`; with `bias`, own.bias: [v, 1/sqrt(v)] times W0
     [[gnu::noinline]] void prepare(bool y, long at, long j, long n, bool bias) {
         for (int k = 0; k < (bias ? 6 : 3); k++) {
             const float *x = (k < 3 ? work.rho[y].data() : axis[y].v) + k % 3 * axis[y].size + at;
-            if (y == joined) repeat(x, joined ? period : t.C, j, own.side[y][k]);
-            else if (joined) spread(x, n, own.side[y][k]);
-            else std::copy_n(x + j, n, own.side[y][k]);
+            float *out = own.side[y][k];
+            if (y == joined) repeat(x, joined ? period : t.C, j, out);
+            else if (!joined) std::copy_n(x + j, n, out);
+            else for (float *end = out + n; out < end; out += N, x += t.C)  // C entries of x for each row
+                if (t.C == 1) for (long l = 0; l < N; l += W) store(out + l, all(*x));
+                else for (long l = 0; l < N; l++) out[l] = x[l % t.C];
         }
         for (long i = 0; i < (y == joined ? period + W - 1 : n) && bias; i += W) {
             Vec f[6];
@@ -425,8 +404,7 @@ class Step {
     }
 
     // own.d and own.m at j: scale lam1 d and lam2 m
-    template <bool Vector>
-    inline void network(const Vec (*X)[NV], long j, const long *phase) {
+    template <bool Vector> inline void network(const Vec (*X)[NV], long j, const long *phase) {
         Vec hidden[2][H][NV], out[2][NV];
         layer<Vector ? DIAGONAL : DENSE, H, true>(own.w0[0], X, hidden[0], [&](int h, int v) {
             if (Vector) return all(own.b0[h]);
@@ -440,8 +418,7 @@ class Step {
         for (int v = 0; v < NV; v++) store(own.d + j + v * W, out[0][v]), store(own.m + j + v * W, out[1][v]);
     }
 
-    template <bool Vector, bool Second>
-    void pass(const Block &b) {  // 2 or 3
+    template <bool Vector, bool Second> void pass(const Block &b) {  // 2 or 3
         constexpr int D = Vector ? DIAGONAL : DENSE;
         const long wrap = W % period, ahead = across > 1 && !Vector ? N * t.B : 512;  // entries to prefetch
         Vec sums[D] = {};
@@ -514,20 +491,13 @@ class Step {
         for (int i = 0; i < 2; i++) own.b_last[i] = scale[i] * w[2 * H + i];
     }
 
-    void make_room() {
-        work.dirty = false;
-        work.dense.resize(blocks * DIAGONAL), work.old.resize(blocks * 5);
-        work.sums[0].resize(across * axis[0].size);
-        work.sums[1].resize(vector ? 0 : down * axis[1].size);
-        for (int y = 0; y < 2; y++) work.rho[y].resize(vector ? 0 : 3 * axis[y].size);
-    }
-
-public:
-    Step(Team &team, const Settings &s, const Row &row, Work &work, Own &own)
-        : team(team), s(s), t(row), work(work), own(own) {}
-
     void run() {
-        team.each(1, [&](long) { make_room(); });
+        team.each(1, [&](long) {
+            work.dirty = false;
+            work.dense.resize(blocks * DIAGONAL), work.old.resize(blocks * 5);
+            work.sums[0].resize(across * axis[0].size), work.sums[1].resize(vector ? 0 : down * axis[1].size);
+            for (int y = 0; y < 2; y++) work.rho[y].resize(vector ? 0 : 3 * axis[y].size);
+        });
         team.each(blocks, [&](long i) {
             if (!square(block(i), false)) work.dirty = true, square(block(i), true);
         });
@@ -541,37 +511,42 @@ public:
     }
 };
 
-static double cost(const Row &t) {  // about the number of multiplications
-    return double(t.A * t.X * t.B * t.Y * t.C) * (100 + DENSE * H + (LAYERS - 1) * H * H);
+static double cost(const Row *t, int count = 1) {  // about the number of multiplications
+    double sum = 0;
+    for (; count-- > 0; t++) sum += double(t->size()) * (100 + DENSE * H + (LAYERS - 1) * H * H);
+    return sum;
+}
+
+// Call f(team) in as many threads as the work is for, at most `threads`
+template <class F> static void together(double work, int threads, F f) {
+    Team::Shared shared;
+    std::atomic<int> size{0};  // of the team: known once all threads have been started
+    auto run = [&] {
+        while (!size) std::this_thread::yield();
+        f(Team{size, &shared});
+    };
+    std::vector<std::thread> others;
+    try {
+        for (int i = 2; i <= std::min<double>(threads, work); i++) others.emplace_back(run);
+    } catch (const std::system_error &) {}  // no more threads: those that started do the work
+    size = others.size() + 1;
+    run();
+    for (std::thread &other : others) other.join();
 }
 
 // Returns the number of gradient entries that are not finite
 extern "C" int step(const Row *table, int count, const Settings *settings, int threads) {
     std::vector<const Row *> small, large;  // one thread works on a small tensor, all on a large one
-    double work = 0;
-    for (const Row *t = table; t < table + count; work += cost(*t++))
-        if (cost(*t) > 0) (cost(*t) < 8e6 ? small : large).push_back(t);
-    threads = std::clamp<double>(work / 2.5e6, 1, std::max(1, threads));
-    Team::Shared shared;
+    for (const Row *t = table; t < table + count; t++) (cost(t) < 8e6 ? small : large).push_back(t);
     Work shared_work;
-    std::atomic<int> size{0};  // of the team: known once all threads have been started
-    auto run = [&] {
-        while (!size) std::this_thread::yield();
-        Team team{size, &shared}, single;
+    together(cost(table, count) / 2.5e6, threads, [&](Team team) {
+        Team single;
         Work own_work;
         const std::unique_ptr<Own> own(new Own);  // not cleared
-        for (const Row *t : large) Step(team, *settings, *t, shared_work, *own).run();
-        team.each(small.size(), [&](long i) { Step(single, *settings, *small[i], own_work, *own).run(); });
+        for (const Row *t : large) Step{team, *settings, *t, shared_work, *own}.run();
+        team.each(small.size(), [&](long i) { Step{single, *settings, *small[i], own_work, *own}.run(); });
         shared_work.bad += own_work.bad;
-    };
-    std::vector<std::thread> others;
-    try {
-        for (int i = 1; i < threads; i++) others.emplace_back(run);
-    } catch (const std::system_error &) {  // no more threads: those that started do the work
-    }
-    size = others.size() + 1;
-    run();
-    for (std::thread &other : others) other.join();
+    });
     return shared_work.bad;
 }
 
@@ -588,12 +563,10 @@ static double sum(const float *x, long n, float mean, bool square) {  // of x - 
 // features.tensor_statistics of each tensor, (count, 8). Chunks that fit in the cache are read twice
 extern "C" void statistics(const Row *table, int count, float *out, int threads) {
     std::vector<double> means(5 * count), variances(5 * count);  // of p, M_1, M_2, M_3 and V
-    std::atomic<int> next{0};
-    auto run = [&] {
-        for (int job; (job = next++) < 5 * count;) {
+    together(cost(table, count) / 2.5e7, threads, [&](Team team) {
+        team.each(5 * count, [&](long job) {
             const Row &t = table[job / 5];
-            const int k = job % 5;
-            const long size = t.A * t.X * t.B * t.Y * t.C, chunk = 4096;
+            const long k = job % 5, size = t.size(), chunk = 4096;
             const float *x = k == 0 ? t.p : k < 4 ? t.M + (k - 1) * size : t.V;
             double mean = 0, squares = 0;  // of the first `at` entries; the mean of p counts as 0
             for (long at = 0; at < size; at += chunk) {
@@ -603,17 +576,8 @@ extern "C" void statistics(const Row *table, int count, float *out, int threads)
                 mean += d * n / (at + n);
             }
             means[job] = mean, variances[job] = squares / size;
-        }
-    };
-    std::vector<std::thread> others;
-    double work = 0;
-    for (const Row *t = table; t < table + count; t++) work += cost(*t);
-    try {
-        for (int i = 1; i < std::min<double>(threads, work / 2.5e7); i++) others.emplace_back(run);
-    } catch (const std::system_error &) {
-    }
-    run();
-    for (std::thread &other : others) other.join();
+        });
+    });
     auto squash = [](float x) { return 0.5f * std::clamp(std::log(1e-8f + std::abs(10 * x)), -5.f, 5.f); };
     for (const double *m = means.data(), *v = variances.data(); count--; m += 5, v += 5, out += 8) {
         const float by = 1 / std::sqrt(std::max(float(v[0]), 1e-9f));
