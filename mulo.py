@@ -268,7 +268,7 @@ class MuLO(torch.optim.Optimizer):
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         stacks = [self._stack(p, group) for p, group in params]
         freezes = any(group["freeze_zero_grad"] for group in self.param_groups)
-        phi, alpha = self._generate(params, stacks, loss) if velo and params else ({}, None)
+        phi, alpha = self._generate(params, stacks, loss) if velo else ({}, None)
         for device in dict.fromkeys(p.device for p, _ in params):
             on_device = [k for k, (p, _) in enumerate(params) if p.device == device]
             backend = kernels.choose(self.backend, self.lo.config, device)
@@ -392,18 +392,20 @@ class MuLO(torch.optim.Optimizer):
         self, params: list[tuple[nn.Parameter, dict]], stacks: list[Stack], loss: Tensor | float
     ) -> tuple[Phi, Tensor]:
         """VeLO: step the LSTM of all T tensors; return MLPs, (1, T, ...), and alphas, (1, T)."""
-        config, device = self.lo.config, params[0][0].device
-        loss = features.send(torch.as_tensor(loss, dtype=torch.float32).detach(), device)
+        config, loss = self.lo.config, torch.as_tensor(loss, dtype=torch.float32).detach()
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
-        loss, share = loss.reshape(1), None
+        device = params[0][0].device if params else loss.device
+        loss, share = features.send(loss, device).reshape(1), None
         if self.distributed and dist.is_available() and dist.is_initialized():
             loss = sharded.all_reduce(loss / dist.get_world_size(), dist.ReduceOp.SUM)
             share = partial(sharded.all_reduce, op=dist.ReduceOp.MAX)
+            if not params:  # a process without tensors, as in ZeRO, takes part in the max
+                share(torch.zeros(1, 1, config.lstm_hidden, device=device))
+        if not params:
+            return {}, None
         states = [self.state[p] for p, _ in params]
-        memory = next((s["loss"].to(device) for s in self.state.values() if "loss" in s), None)
-        if memory is None:
-            memory = features.pack_loss_buffer(features.init_loss_buffer(device=device))
+        memory = next(s["loss"].to(device) for s in self.state.values() if "loss" in s)
         memory = features.unpack_loss_buffer(memory[None])
         statistics = statistics_of(config, self.backend, stacks)
         ranks = features.rank_one_hot([p.shape for p, _ in params], device)
@@ -411,11 +413,9 @@ class MuLO(torch.optim.Optimizer):
         h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
         decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
         t = self._numbers([group for _, group in params], device).t
-        per_tensor = x_tensor, h[None], cell[None]
-        phi, time = self._weights_on(device), (decays, t, self.num_steps)
-        memory, h, cell, phi, alpha = generate(
-            config, phi, memory, loss, *time, *per_tensor, share=share
-        )
+        phi = self._weights_on(device)
+        inputs = decays, t, self.num_steps, x_tensor, h[None], cell[None]
+        memory, h, cell, phi, alpha = generate(config, phi, memory, loss, *inputs, share=share)
         memory = features.pack_loss_buffer(memory)[0]
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k

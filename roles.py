@@ -59,12 +59,13 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS += (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+PREFIXES = ("", "_orig_mod", "_checkpoint_wrapped_module")  # not part of a name
 
 
 class Weight(NamedTuple):
     """One parameter of a model, and what μP needs: its module, kind and orientation."""
 
-    name: str  # as in named_parameters(), without the prefixes of torch.compile and DDP
+    name: str  # as in named_parameters(), without the prefixes of wrappers
     param: nn.Parameter
     module: nn.Module  # its owner
     kind: str  # "layer" (multiplies its input), "table" (is looked up), "vector" or "bare"
@@ -106,8 +107,8 @@ def _kind_and_axis(module: nn.Module, leaf: str, p: nn.Parameter) -> tuple[str, 
     if is_layer(module):
         transposed = isinstance(module, TRANSPOSED) or not isinstance(module, LAYERS)
         return "layer" if "weight" in leaf else "bare", int(transposed)
-    axis = getattr(module, "out_axis", {}).get(leaf)
-    if axis is None:
+    axis = getattr(module, "out_axis", None)
+    if not isinstance(axis, dict) or (axis := axis.get(leaf)) is None:
         return "bare", 0
     if p.ndim > 3 or axis not in (-2, -1, p.ndim - 2, p.ndim - 1):
         raise ValueError(f"out_axis of {leaf!r} must be one of its last two axes, of 3 at most.")
@@ -119,15 +120,15 @@ def weights_of(model: nn.Module) -> list[Weight]:
     weights: dict[int, Weight] = {}
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, not {type(model).__name__}.")
     for prefix, module in model.named_modules():
         for leaf, p in module.named_parameters(recurse=False):
-            name = ".".join(x for x in (*prefix.split("."), leaf) if x not in ("", "_orig_mod"))
+            name = ".".join(x for x in (*prefix.split("."), leaf) if x not in PREFIXES)
             if "_fsdp_wrapped_module" in prefix or leaf == "_flat_param":
-                fix = "use fully_shard (FSDP2)"
-                raise ValueError(f"{name!r}: FSDP1 flattens parameters, so μP cannot apply: {fix}.")
+                raise ValueError(f"{name!r}: FSDP1 flattens parameters: use fully_shard (FSDP2).")
             if leaf in ("weight_g", "original", "original0"):
-                fix = "remove weight_norm or its other parametrization"
-                raise ValueError(f"{name!r}: μP cannot set its initial values, so {fix}.")
+                raise ValueError(f"{name!r} cannot be initialized: remove weight_norm or its like.")
             kind, axis = _kind_and_axis(module, leaf, p)
             w = weights.get(id(p)) or Weight(name, p, module, kind, axis, [])
             if {w.kind, kind} == {"table", "layer"}:
@@ -220,7 +221,8 @@ def _warn_of_doubts(weights: list[Weight], roles: dict[str, str], growing: set[s
     outputs = outputs if outputs != layers[-1:] else []  # no doubt: one output, the last layer
     for names, doubt in zip((tables, matrices, outputs), DOUBTS, strict=True):
         if names:
-            text = ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", repr(n)) for n in names))
+            numbers = r"\b\d+\b" if len(names) > 4 else "$^"  # name a few layers in full
+            text = ", ".join(dict.fromkeys(re.sub(numbers, "*", repr(n)) for n in names))
             warnings.warn(f"{text} ({len(names)}) are {doubt}.", stacklevel=3)
 
 
@@ -259,10 +261,10 @@ def _set_divisors(model: nn.Module, divisors: dict[nn.Module, int], rescale: boo
     for name, m in model.named_modules():
         tied = factors[m] == 1 and any(p in params for p in m.parameters(False) if p.ndim > 1)
         if rescale and tied:
-            raise ValueError(
-                f"{name!r} is tied to an output layer, whose weights cannot be scaled alone: untie "
-                "them first (head.weight = nn.Parameter(head.weight.detach().clone()))."
-            )
+            fix = "untie them first (head.weight = nn.Parameter(head.weight.detach().clone()))"
+            raise ValueError(f"{name!r} is tied to an output layer, to be scaled alone: {fix}.")
+    if "torch._dynamo" in sys.modules and any(factors[m] != 1 for m in divisors):
+        torch.compiler.reset()  # code that is compiled already would not call new hooks
     for m in factors:
         for key, hook in list(m._forward_hooks.items()):
             if hook is divide_output or getattr(hook, "func", None) is _divide_output:
@@ -314,7 +316,8 @@ def init_(
         elif std is not None and (w.kind != "vector" or w.param.any()):
             w.param.normal_(0, std, generator=generator)
         if w.kind == "table" and w.module.padding_idx is not None:
-            w.param[w.module.padding_idx] = 0
+            count = torch.ones_like(w.param[:, :1], dtype=torch.int64).cumsum(0)  # also of DTensors
+            w.param.mul_(count != w.module.padding_idx + 1)
     return model
 
 
@@ -409,12 +412,11 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     rules, groups = tuple(rules), {}
     divisors = _divisors(model, roles, rules)
     for name, module in model.named_modules():
-        if divisor_of(module) != divisors.get(module, 1):
-            raise ValueError(
-                f"the output of layer {name!r} is divided by {divisor_of(module)}, but under these "
-                f"roles and rules by {divisors.get(module, 1)}: call mulo.init_ or, for pretrained "
-                "weights, mulo.multiply_outputs_(..., rescale=True)."
-            )
+        now, right = divisor_of(module), divisors.get(module, 1)
+        if now != right:
+            what = f"is divided by {now}, but under these roles and rules by {right}"
+            fix = "call mulo.init_ or, if pretrained, mulo.multiply_outputs_(..., rescale=True)"
+            raise ValueError(f"the output of layer {name!r} {what}: {fix}.")
     for w, role in _with_roles(model, roles):
         if w.param.requires_grad or w.param.is_floating_point():  # not of a quantized model
             options = group_options(w, role, rules)
@@ -426,10 +428,15 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     return list(groups.values())
 
 
+def has_names(group: dict) -> bool:
+    """Whether a group has a name for each of its params, which the user or ZeRO may have split."""
+    return len(group.get("names", [])) == len(group["params"])
+
+
 def name_of(p: Tensor, group: dict) -> str:
     """A parameter's name for messages; its shape if the group has no names."""
     k = next(k for k, other in enumerate(group["params"]) if other is p)
-    return repr(group["names"][k]) if "names" in group else f"of shape {tuple(p.shape)}"
+    return repr(group["names"][k]) if has_names(group) else f"of shape {tuple(p.shape)}"
 
 
 def group_table(groups: list[dict]) -> str:
@@ -437,7 +444,7 @@ def group_table(groups: list[dict]) -> str:
     rows = [("kind", "tensors", "scale", "lr", "shapes")]
     for g in groups:
         sizes = ["x".join(map(str, p.shape)) or "scalar" for p in g["params"]]
-        named = g.get("role") == "output"
+        named = g.get("role") == "output" and has_names(g)
         shapes = Counter(map(" ".join, zip(sizes, g["names"], strict=True)) if named else sizes)
         shown = [s if n == 1 else f"{s} ({n})" for s, n in shapes.most_common(4)]
         shown += ["..."] * (len(shapes) > 4)
@@ -499,9 +506,8 @@ def check_shape(p: Tensor, group: dict) -> None:
     """Raise if `param_groups` saw no such shape. ZeRO reorders params, so not by position."""
     shape = tuple(p.shape)
     if shape not in map(tuple, group.get("shapes", [shape])):  # loaded shapes may be lists
-        fix = "FSDP1 flattens parameters, so use fully_shard (FSDP2)"
-        name = name_of(p, group)
-        raise ValueError(f"parameter {name} has shape {shape} and is no longer whole: {fix}.")
+        what = f"parameter {name_of(p, group)} has shape {shape} and is no longer whole"
+        raise ValueError(f"{what}: FSDP1 flattens parameters, so use fully_shard (FSDP2).")
 
 
 def annealed_to(group: dict) -> int:

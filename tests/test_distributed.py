@@ -151,6 +151,22 @@ def check_fsdp2(rank, name, net, opt, folder):
         opt.step(loss=1.0)
 
 
+def check_a_process_without_tensors():
+    """ZeRO gives the only tensor to one process; VeLO's reductions need both."""
+    net = nn.parallel.DistributedDataParallel(nn.Linear(16, 3, bias=False))
+    options = {"lo": mulo.load("velo_m"), "num_steps": STEPS}
+    opt = ZeroRedundancyOptimizer(net.parameters(), mulo.MuLO, **options)
+    before = whole(net)
+    train(net, opt, dist.get_rank(), steps=2)
+    assert not torch.equal(*before, *whole(net))
+
+
+def check_padding_rows_stay_zero():
+    net = fully_shard(nn.Embedding(9, 4, padding_idx=7), mesh=init_device_mesh("cpu", (2,)))
+    mulo.init_(net, {"weight": "input"})
+    assert whole(net)[0].eq(0).all(1).nonzero().tolist() == [[7]]
+
+
 def check_fsdp1_is_refused(use_orig_params):
     net, roles = make()
     groups = mulo.param_groups(net, roles)
@@ -183,6 +199,8 @@ def worker(rank, port, folder):
                 check_fsdp2(rank, name, net, opt, folder)
     said = [w.filename for w in caught if "sharded parameters without a kernel" in str(w.message)]
     assert said == [__file__]
+    check_a_process_without_tensors()
+    check_padding_rows_stay_zero()
     for use_orig_params in (True, False):
         check_fsdp1_is_refused(use_orig_params)
     dist.barrier()

@@ -160,6 +160,15 @@ def test_a_divided_model_can_be_scripted_compiled_and_pickled():
     mulo.param_groups(loaded, roles)
 
 
+def test_a_model_that_was_compiled_before_is_divided():
+    roles, (x, _) = roles_of(MLP), task(MLP)
+    model = MLP(8)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    mulo.init_(model, roles, zero_output=False)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_a_model_pickled_by_version_0_2_0_tells_how_to_go_on():
     roles, (x, _) = roles_of(MLP), task(MLP)
     model = mulo.init_(MLP(8), roles, zero_output=False)
@@ -211,7 +220,7 @@ def test_fine_tuning(family):
     model = pretrained(family, *task(family))
     x, y = task(family, seed=1)
     start, roles = loss_of(model, x, y).item(), roles_of(family)
-    with pytest.raises(ValueError, match=r"pretrained weights, mulo\.multiply_outputs_\(..., resc"):
+    with pytest.raises(ValueError, match=r"if pretrained, mulo\.multiply_outputs_\(..., resc"):
         mulo.param_groups(model, roles)
     mulo.multiply_outputs_(model, roles, rescale=True)
     assert loss_of(model, x, y).item() == pytest.approx(start, rel=1e-5)

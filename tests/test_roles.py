@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from user_models import MLP, ConvNet, Holder, TiedMLP, Transformer, loss_of, small, task, train
 
 import mulo
@@ -233,7 +234,9 @@ def heads(width):
     return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2), nn.Linear(width, 3))
 
 
-@pytest.mark.parametrize(("build", "names"), [(Inner, r"'\*\.weight' \(1\)"), (heads, r".*\(2\)")])
+@pytest.mark.parametrize(
+    ("build", "names"), [(Inner, r"'2\.weight' \(1\)"), (heads, r"'1\.weight', '2\.weight' \(2\)")]
+)
 def test_doubtful_outputs_warn(build, names):
     fix = "scale every inner size with the width, or give the others the role 'hidden'"
     with pytest.warns(UserWarning, match=rf"^{names} are outputs.*{fix}"):
@@ -405,6 +408,8 @@ def test_roles_by_hand_and_their_errors():
     assert {g["scale"] for g in groups} == {1.0, 1 / 8, 1 / 12}
     with pytest.raises(TypeError, match="build must be a function"):
         mulo.infer_roles(MLP(8), 8)
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, not NoneType"):
+        mulo.infer_roles(lambda w: None, 8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -435,6 +440,13 @@ def test_the_table_of_groups():
         "hidden  3        0.125  1    8x8 (3)",
         "output  1        1      1    2x8 4.weight",
     ]
+    for group in (opt.param_groups[1], opt.param_groups[3]):  # split by hand, with all names
+        del group["params"][:1]
+    assert repr(opt).splitlines()[3:] == [
+        "bias    4        1      1    8 (3), 2",
+        "hidden  3        0.125  1    8x8 (3)",
+        "output  0        1      1",
+    ]
     many = mulo.MuLO([nn.Parameter(torch.zeros(n)) for n in range(1, 7)], mulo.SmallFC())
     assert repr(many).splitlines()[-1] == "none  6        1      1   1, 2, 3, 4, ..."
 
@@ -446,6 +458,8 @@ def test_wrapped_models_keep_their_roles():
     compiled = torch.compile(plain, backend="eager")
     for model in (compiled, nn.DataParallel(compiled), torch.compile(nn.DataParallel(plain))):
         assert len(mulo.param_groups(model, roles)) == groups
+    plain[2] = checkpoint_wrapper(plain[2])
+    assert len(mulo.param_groups(plain, roles)) == groups
 
 
 def test_coordinate_check_leaves_running_statistics_alone():
