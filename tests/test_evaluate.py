@@ -280,7 +280,7 @@ def test_a_registered_task(tmp_path, monkeypatch, lo_m):
     task = tasks.get("mine_w8_d3", rules=())
     expected = training.train(task, lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
-    with pytest.raises(ValueError, match="adamw is not .* compare with adamw_default or muon"):
+    with pytest.raises(ValueError, match=r"adamw is not .* compare with adamw_default or muon"):
         Job(contender("adamw"), "mine_w8_d3", 4)
     with pytest.raises(ValueError, match="mine is registered, so it has no test data"):
         Job(lo_m, "mine_w8_d3", 4, test=True)
