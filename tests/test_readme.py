@@ -12,8 +12,9 @@ README = (ROOT / "README.md").read_text()
 def test_code_blocks_run_and_print_what_they_say(capsys):
     blocks = re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```text\n(.*?)```)?", README, re.S)
     assert blocks
+    names = {}  # a block continues those before it
     for block, said in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, "README.md", "exec"), names)
         printed = capsys.readouterr().out
         if said:
             numbers = ([float(x) for x in text.split()] for text in (printed, said))
