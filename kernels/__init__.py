@@ -4,12 +4,10 @@
     kernels.step_(config, rows, params, grads, packed, numbers, index)
 
 `folded.py` is the step for any device. `cpu.cpp` and `gpu.py` are kernels that never store the
-features. They take a table with one `ROW` per tensor, so one call steps all tensors of a model, or
-of all particles in meta-training. At first use a kernel is compared with `folded` on small tensors.
-If it cannot be built, or differs (because you changed a feature), `folded` runs instead.
-
-The C++ is compiled once per network shape, in seconds, and cached in the user's cache folder. The
-file name has a hash of source, compiler and flags, and one of the library, to detect damage.
+features. They take a table with one `ROW` per tensor: one call steps all tensors of a model. At
+first use a kernel is compared with `folded`, which runs instead if the kernel cannot be built or
+differs (because you changed a feature). The C++ is compiled once per network shape, in seconds, and
+cached under a hash of source, compiler and flags, and one of the library, to detect damage.
 """
 
 from __future__ import annotations
@@ -168,9 +166,8 @@ def self_check(config, device: torch.device) -> float:
 def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     """A stack's rows, constant columns only, as int64, or None if kernels do not support the stack.
 
-    A tensor of rank 2 or more is (A, X, B, Y, C): X and Y are the factored axes in storage order,
-    A, B and C the batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y
-    and 2 if d0 is X.
+    A matrix is (A, X, B, Y, C): X and Y are the factored axes in storage order; A, B and C are the
+    batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y, 2 if it is X.
     """
     fits = all(
         x.shape == shape and x.dtype == torch.float32 and x.device == p.device
@@ -186,8 +183,7 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     table = np.zeros(len(p), ROW)
     for name, x in (("p", p), *acc._asdict().items()):
         table[name] = x.data_ptr() + 4 * x.stride(0) * np.arange(len(p))
-    shape = p.shape[1:]
-    sizes = (), (), (), shape, ()
+    sizes = (), (), (), (shape := p.shape[1:]), ()
     if dims is not None:
         x, y = sorted(d + len(shape) for d in dims)
         sizes = shape[:x], shape[x : x + 1], shape[x + 1 : y], shape[y : y + 1], shape[y + 1 :]
@@ -270,9 +266,8 @@ def launch_gpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) ->
 
 
 def statistics_cpu(config, table: np.ndarray, out: Tensor) -> None:
-    shape = config.hidden_size, config.hidden_layers, config.num_features
-    threads = torch.get_num_threads()
-    library(*shape).statistics(table.ctypes, table.size, out.numpy().ctypes, threads)
+    run = library(config.hidden_size, config.hidden_layers, config.num_features).statistics
+    run(table.ctypes, table.size, out.numpy().ctypes, torch.get_num_threads())
 
 
 def statistics_gpu(config, table: np.ndarray, out: Tensor) -> None:
@@ -286,7 +281,6 @@ STATISTICS = {"cpu": statistics_cpu, "cuda": statistics_gpu, "meta": lambda *arg
 
 
 # ---------------------------------------------------------------- building the C++
-
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-math

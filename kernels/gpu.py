@@ -2,8 +2,8 @@
 
     bad = step_(config, rows, values)  # one row per tensor, see kernels.ROW
 
-A step is six passes, each one launch for all tensors. No feature of an entry is stored. VeLO's
-`statistics_` is two more: `moments` of chunks of a tensor, which `combine` combines.
+A step is six passes, each one launch for all tensors. VeLO's `statistics_` is two more: `moments`
+of chunks of a tensor, which `combine` combines.
 
     means       partial sums of g^2 along rows and columns        reads g
     factor      r and c move towards the means                    reads and writes r, c
@@ -13,14 +13,13 @@ A step is six passes, each one launch for all tensors. No feature of an entry is
     update      the network, and p                                reads p, g, M, V; writes p
 
 A tensor is (A, X, B, Y, C): X and Y are factored, A, B and C are batch. r and c live on its two
-*sides*: the x side (A, X, B, C), averaged over Y, and the y side (A, B, Y, C), averaged over X;
-`kind` says which of them is r. A vector has only a y side, of its own length, where r = c. A side
-is cut into blocks of N entries along X or Y, a tensor into tiles of R rows (along X) and W columns
-(along Y and C).
+*sides*: the x side (A, X, B, C), averaged over Y, and the y side (A, B, Y, C), averaged over X. A
+vector has only a y side, of its own length, where r = c. A side is cut into blocks of N entries
+along X or Y, a tensor into tiles of R rows (along X) and W columns (along Y and C).
 
-A program reads its tensor and its blocks or tiles from `index`, the tensor's addresses, sizes and
-numbers from `rows`, and offsets in `work` from `plan`; `index` and `plan` are cached. Sums are
-taken in a fixed order, so they are reproducible. Names and formulas are those of features.py.
+A program reads its tensor and its blocks or tiles from `index`, the tensor's row from `rows`, and
+offsets in `work` from `plan`; `index` and `plan` are cached. Sums are taken in a fixed order, so
+they are reproducible. Names and formulas are those of features.py.
 """
 
 # ruff: noqa: RUF005 (Triton does not support (*x, y))
@@ -140,8 +139,7 @@ def total(ptr, count, STRIDE: tl.constexpr):
 
 @triton.jit
 def means(rows, plan, index, work, bad_ptr, CASE: tl.constexpr):
-    """Sum g^2 along the columns and rows of a tile, at each index of C; count the entries of g
-    that are not finite."""
+    """Sum g^2 along a tile's columns and rows, at each index of C; count entries not finite."""
     row, b, _0 = job(rows, plan, index, work)
     across, down = tl.cdiv(row.Y, MEANS_W), tl.cdiv(row.X, MEANS_R)
     ti, tj, batch = b // across % down, b % across, b // (across * down)
@@ -213,8 +211,8 @@ def factor(rows, plan, index, work, CASE: tl.constexpr):
 
 @triton.jit
 def sides(rows, plan, index, work, CASE: tl.constexpr):
-    """Compute four values from each r_d (or c_d) of some blocks: its factors in F_grad and F_mom,
-    and the features r_d and 1/sqrt(r_d) before normalisation. Also sum the features' squares."""
+    """From each r_d (or c_d) of some blocks: its factors in F_grad and F_mom, and the features r_d
+    and 1/sqrt(r_d) before normalisation. Also sum the features' squares."""
     row, side, k = job(rows, plan, index, work)
     s, sums = side_of(row, side), place(row, SUMS + side)
     means, count, n = sums + 9 * (k // s.programs * s.programs), s.programs, s.length
@@ -240,11 +238,9 @@ def sides(rows, plan, index, work, CASE: tl.constexpr):
                 by_M = tl.rsqrt(at_least(r, NORMAL) if CASE.velo else r + 1e-6 * row.eps)
                 by_M = tl.where(row.kind == 0, by_M, by)
                 x, y = r, tl.rsqrt(r + 1e-8 * row.eps)
-            values = place(row, VALUES + side) + d * s.n + e
-            tl.store(values, by, ok)
-            tl.store(values + 3 * s.n, by_M, ok)
-            tl.store(values + 6 * s.n, x, ok)
-            tl.store(values + 9 * s.n, y, ok)
+            values = (by, by_M, x, y)
+            for i in tl.static_range(4):
+                tl.store(place(row, VALUES + side) + (3 * i + d) * s.n + e, values[i], ok)
             x_squares += x * x  # x is 0 outside
             y_squares += tl.where(ok, y * y, 0.0)
         tl.store(sums + 9 * k + 3 + d, tl.sum(x_squares))
@@ -456,14 +452,12 @@ def update(rows, plan, index, work, t_max, lam1, lam2, anneal, CASE: tl.constexp
     scale = lam1 * row.scale
     if not CASE.velo:
         scale *= tl.exp(anneal * tl.log(t_max / tl.maximum(row.t, t_max)))
-    p = p - scale * d * tl.exp(lam2 * m) - row.decay * p
-    tl.store(row.p + at, p, ok)
+    tl.store(row.p + at, p - scale * d * tl.exp(lam2 * m) - row.decay * p, ok)
 
 
 @triton.jit
 def moments(rows, index, work):
-    """Of CHUNK entries of a tensor: the sum of p^2, the means of M and V, and the sums of squared
-    differences from them."""
+    """Of CHUNK entries: the sum of p^2, the means of M and V, and their squared deviations."""
     row, k, _0 = job(rows, work, index, work)
     at = k * CHUNK + tl.arange(0, CHUNK)
     ok, out = at < row.n, work + 9 * tl.program_id(0)
@@ -579,11 +573,8 @@ def statistics_(config, rows: np.ndarray, out: Tensor) -> None:
 
 
 def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
-    """Step the tensors of `rows` in place; `values` (4, rows) has t, scale, decay and eps of each.
-
-    Returns the number of gradient entries that are not finite, as an int64 tensor on the device.
-    Does not sync with the device.
-    """
+    """Step the tensors of `rows` in place, without a sync; `values` (4, rows) has t, scale, decay
+    and eps of each. Returns the number of gradient entries that are not finite, an int64 tensor."""
     device, words = values.device, rows.view("i8").reshape(len(rows), 15)
     # The plan depends on words 7 to 12: A to C, and kind with t, which is still 0.
     plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)

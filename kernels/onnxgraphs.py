@@ -38,9 +38,8 @@ def _power(self, exponent):
 def _mean(self, dim, keepdim=False, dtype=None):
     """The mean over one axis: sum pieces of it in float32, and these sums in float64.
 
-    onnxruntime adds floats one after another, so a plain ReduceMean over a million entries is off
-    by 2e-4. A piece has as many entries as the largest power of two that divides the axis, at most
-    1024, so nothing needs padding.
+    onnxruntime adds floats one after another: ReduceMean over a million entries is off by 2e-4. A
+    piece has as many entries as the largest power of two that divides the axis, at most 1024.
     """
     rank = len(self.shape)
     axis = dim[0] % rank

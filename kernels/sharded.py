@@ -1,10 +1,9 @@
 """The step of sharded parameters: DTensors, as FSDP2 and tensor parallelism create them.
 
-Every process steps its own shard. The step is element-wise except for its means: inside `replay`,
-`features.mean_along` and `features.mean_all` return means over all shards. `replay` runs a function
-until it needs an unknown mean. It then adds up the sums of all functions over the processes in one
-all-reduce and runs the functions again from the start, which is safe because they are pure. The
-number of all-reduces does not depend on the number of tensors.
+Every process steps its own shard. The step is element-wise except for its means: `replay` runs pure
+functions until each needs an unknown mean over all shards (`features.mean_along`, `mean_all`), adds
+up the sums of all functions in one all-reduce, and runs them again from the start. The number of
+all-reduces does not depend on the number of tensors.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ class Means:
         self.asked, self.sums = 0, None
 
     def mean(self, x: Tensor, axis: int) -> Tensor:
-        """The mean along an axis, which stays with size 1, over all shards.
-
-        Also where x is the same on every shard: sums and counts are added, then divided.
-        """
+        """The mean along an axis, which stays with size 1, over all shards: also where x is the
+        same on every shard."""
         self.asked += 1
         if self.asked > len(self.known):
             self.sums = x.sum(axis, keepdim=True)
