@@ -95,15 +95,9 @@ def split(how, rank, name):
         parallelize_module(net.inner, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     groups = mulo.param_groups(net, roles)
     if how == "zero":
-        net = nn.parallel.DistributedDataParallel(net)
-        group = groups[0]
         options = {"lo": mulo.load(name), "lr": 0.1, "num_steps": STEPS}
-        opt = ZeroRedundancyOptimizer(group["params"], mulo.MuLO, **options)
-        for key in set(group) - {"params"}:
-            opt.param_groups[0][key] = group[key]
-        for group in groups[1:]:
-            opt.add_param_group(group)
-        return net, opt
+        net = nn.parallel.DistributedDataParallel(net)
+        return net, ZeroRedundancyOptimizer(groups, mulo.MuLO, **options)
     return net, optimizer(groups, name)
 
 
