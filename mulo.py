@@ -102,7 +102,6 @@ class Weights:
         self.packed = kernels.pack(config, phi, self.rates) if backend == "kernel" else None
 
 
-@features.float32_products()
 def advance_(
     config: LOConfig,
     backend: str,  # "kernel", "folded" or "literal"
@@ -121,8 +120,11 @@ def advance_(
             rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
             fast_grads = [grads[n] for n in fast]
             bad = kernels.step_(config, rows, params, fast_grads, weights.packed, numbers, fast)
+    if not slow:
+        return bad
     pure_step = step if backend == "literal" else folded.step
 
+    @features.float32_products()
     def step_one(n: int) -> tuple[Accumulators, Tensor]:
         x = stacks[n]
         phi = {k: w[:, n] for k, w in weights.phi.items()} if velo else weights.phi
