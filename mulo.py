@@ -143,18 +143,18 @@ def advance_(
 def statistics_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
     """features.tensor_statistics of T stacks, (P, T, 8), on the first one's device: by a kernel in
     one pass per device, else stack by stack."""
-    found, first = {}, stacks[0].p.device
+    by_index, first = {}, stacks[0].p.device
     for device in dict.fromkeys(x.p.device for x in stacks):
         fast = [n for n, x in enumerate(stacks) if x.p.device == device and x.rows is not None]
         if fast and kernels.choose(backend, config, device) == "kernel":
             rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
-            found |= zip(fast, kernels.statistics(config, rows, params).unbind(1), strict=True)
-    slow = {n: x for n, x in enumerate(stacks) if n not in found}
+            by_index |= zip(fast, kernels.statistics(config, rows, params).unbind(1), strict=True)
+    slow = {n: x for n, x in enumerate(stacks) if n not in by_index}
     pure = features.tensor_statistics
-    found |= sharded.replay(
+    by_index |= sharded.replay(
         {n: (partial(pure, x.p, *x.acc[:2]), x.shards) for n, x in slow.items()}
     )
-    return torch.stack([found[n].to(first, torch.float32) for n in range(len(stacks))], 1)
+    return torch.stack([by_index[n].to(first, torch.float32) for n in range(len(stacks))], 1)
 
 
 # ---------------------------------------------------------------- the Optimizer
@@ -243,7 +243,7 @@ class MuLO(torch.optim.Optimizer):
             self._warned.add(key or message)
             roles.warn(message)
 
-    @torch._disable_dynamo  # as torch does for the rest of Optimizer
+    @torch._disable_dynamo  # torch.compiler.disable imports dynamo, which takes seconds
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None

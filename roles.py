@@ -239,8 +239,8 @@ def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, s
 
 
 def _divide_output(fan_in: int, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """The hook in models that version 0.2.0 pickled."""
-    raise RuntimeError("pickled by version 0.2.0: call mulo.multiply_outputs_(model, roles).")
+    """The hook in models that an earlier version pickled."""
+    raise RuntimeError("pickled by an earlier version: call mulo.multiply_outputs_(model, roles).")
 
 
 def divide_output(self, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -339,8 +339,10 @@ def _divisors(model: nn.Module, roles: dict[str, str], rules: tuple) -> dict[nn.
         if role == "output" and power(role, "multiplier", rules):
             if not w.layers or not all(hasattr(layer, "weight") for layer in w.layers):
                 fix = "use mulo.Readout, or divide by hand and leave 'multiplier' out of rules"
-                what = "is an output but not the weight of a layer, so no hook can divide by fan_in"
-                raise ValueError(f"{w.name!r} {what}: {fix}.")
+                problem = (
+                    "is an output but not the weight of a layer, so no hook can divide by fan_in"
+                )
+                raise ValueError(f"{w.name!r} {problem}: {fix}.")
             fan_in = w.param.shape[1] if w.kind == "table" else w.fan_in
             divisors |= dict.fromkeys(w.layers, fan_in)
     return divisors
@@ -414,9 +416,9 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     for name, module in model.named_modules():
         now, right = divisor_of(module), divisors.get(module, 1)
         if now != right:
-            what = f"is divided by {now}, but under these roles and rules by {right}"
+            problem = f"is divided by {now}, but under these roles and rules by {right}"
             fix = "call mulo.init_ or, if pretrained, mulo.multiply_outputs_(..., rescale=True)"
-            raise ValueError(f"the output of layer {name!r} {what}: {fix}.")
+            raise ValueError(f"the output of layer {name!r} {problem}: {fix}.")
     for w, role in _with_roles(model, roles):
         if w.param.requires_grad or w.param.is_floating_point():  # not of a quantized model
             options = group_options(w, role, rules)
@@ -506,8 +508,8 @@ def check_shape(p: Tensor, group: dict) -> None:
     """Raise if `param_groups` saw no such shape. ZeRO reorders params, so not by position."""
     shape = tuple(p.shape)
     if shape not in map(tuple, group.get("shapes", [shape])):  # loaded shapes may be lists
-        what = f"parameter {name_of(p, group)} has shape {shape} and is no longer whole"
-        raise ValueError(f"{what}: FSDP1 flattens parameters, so use fully_shard (FSDP2).")
+        problem = f"parameter {name_of(p, group)} has shape {shape} and is no longer whole"
+        raise ValueError(f"{problem}: FSDP1 flattens parameters, so use fully_shard (FSDP2).")
 
 
 def annealed_to(group: dict) -> int:
