@@ -104,10 +104,9 @@ def exported(once):
 
 
 def write_exported(folder):
-    from mulo import export  # here, as the process that only distributes tests needs no torch
+    import desk  # here, as the process that only distributes tests needs no torch
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    import desk
+    from mulo import export
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", ["export.py", "mulo_m", "--out", str(folder)])
