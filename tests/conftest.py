@@ -1,4 +1,8 @@
-"""One thread: the tests' tensors are small, and threads that wait for busy cores cost minutes."""
+"""Settings of all tests, and what several files share.
+
+Two to four processes run the tests, a file of tests in one of them. Each has one thread: the tests'
+tensors are small, and threads that wait for busy cores cost minutes.
+"""
 
 import io
 import json
@@ -9,8 +13,14 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import numpy as np
+import pytest
+from filelock import FileLock  # torch brings it along
+from hypothesis import HealthCheck, settings
+
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: GPU kernels run on the CPU
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # also in the processes that tests start
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; also in processes that tests start
 
 
 def amx_is_broken() -> bool:
@@ -23,21 +33,8 @@ def amx_is_broken() -> bool:
     return announced and subprocess.run([sys.executable, "-c", code]).returncode < 0
 
 
-if "ONEDNN_MAX_CPU_ISA" not in os.environ and amx_is_broken():
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # before torch is imported
-
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from golden_files import Golden  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import desk  # noqa: E402
-
-from mulo import export  # noqa: E402
-
-torch.set_num_threads(1)
+if not IN_WORKER and "ONEDNN_MAX_CPU_ISA" not in os.environ and amx_is_broken():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"  # workers inherit it
 
 # The same examples in every run, however long they take.
 settings.register_profile(
@@ -45,6 +42,24 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),  # they fail on a busy machine
 )  # fmt: skip
 settings.load_profile("fixed")
+
+
+# The files that take longest, first, so that all processes end at about the same time. Files that
+# need the same exported files are apart: they would wait for each other.
+LONGEST = "examples distributed metatrain triton kernels serving tasks paper package export".split()
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": k for k, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_xdist_auto_num_workers(config):
+    """For `-n auto`: at most 4, as each needs 1 GB; none for one file of tests."""
+    names = [arg.partition("::")[0] for arg in config.args]
+    if len(set(names)) == 1 and names[0].endswith(".py"):
+        return 0
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 4)
 
 
 @pytest.fixture
@@ -61,27 +76,57 @@ def complaint(monkeypatch, capsys):
     return run
 
 
-# Exported files: written once, by the tests that first need them.
+# Exported files: written once, by the process that first needs them.
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory):
+def once(tmp_path_factory):
+    """once("name", write): a folder that write(folder) has filled, in one process for all."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if IN_WORKER else base
+
+    def folder_of(name, write):
+        folder, done = base / name, base / f"{name}.done"
+        with FileLock(base / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir(exist_ok=True)
+                write(folder)
+                done.touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def exported(once):
     """mulo_m, written and checked by the README's command, and the examples' task."""
-    folder = tmp_path_factory.mktemp("exported")
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said:
+    return once("exported", write_exported)
+
+
+def write_exported(folder):
+    import desk  # here, as the process that only distributes tests needs no torch
+
+    from mulo import export
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", ["export.py", "mulo_m", "--out", str(folder)])
         export.main()
-    (folder / "said.txt").write_text(said.getvalue())
+    (folder / "said.txt").write_text(printed.getvalue())
     desk.write(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
-def velo(tmp_path_factory):
+def velo(once):
     """A golden VeLO that multiplies its updates by RMS(W), as ONNX and TorchScript."""
-    folder = tmp_path_factory.mktemp("velo")
+    return once("velo", write_velo)
+
+
+def write_velo(folder):
+    from golden_files import Golden
+
+    from mulo import export
+
     export.write(Golden("velo_psm1_bug0").lo(), folder, "velo", ["onnx", "ts"])
-    return folder
 
 
 @pytest.fixture(scope="session")
