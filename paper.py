@@ -49,6 +49,12 @@ TRANSFER = {  # tasks of `transfer`: widths
 }  # fmt: skip
 
 
+def enters(experiment: str, optimizer: str, task: str) -> bool:
+    """Whether an optimizer is trained on a task: Muon on nets up to MUON_WIDEST, others on all."""
+    net, widest = tasks.get(task), MUON_WIDEST.get(experiment, {})
+    return optimizer != "muon" or net.width <= widest.get(net.family, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Nets of one kind, and the sizes at which they are tested."""
@@ -105,6 +111,11 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
+    def entrants(self, experiment: str, *names: str) -> dict[str, Contender]:
+        """The optimizers that an experiment trains on all tasks of these names."""
+        known = self.contenders()
+        return {k: c for k, c in known.items() if all(enters(experiment, k, x) for x in names)}
+
 
 SUITES = {
     "desk": Suite(),
@@ -119,12 +130,6 @@ SUITES = {
         resnets=tuple(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048)),
     ),
 }  # fmt: skip
-
-
-def enters(experiment: str, optimizer: str, task: str) -> bool:
-    """Whether an optimizer is trained on a task: Muon on nets up to MUON_WIDEST, others on all."""
-    net, widest = tasks.get(task), MUON_WIDEST.get(experiment, {})
-    return optimizer != "muon" or net.width <= widest.get(net.family, 0)
 
 
 # ---------------------------------------------------------------- experiments
@@ -196,13 +201,12 @@ def rank(suite: Suite, results: Results) -> Finding:
     # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, has
     # not finished there. A diverged net has the loss of guessing.
     runs, jobs = {1: 1, 3: 5, 5: 5}, {}  # horizons: length of the run
-    columns, optimizers = list(product(runs, SIZES)), suite.contenders()
-    tested = [f.task(w) for f in suite.families for w in f.columns]
-    names = [name for name in optimizers if all(enters("rank", name, task) for task in tested)]
+    optimizers = suite.entrants("rank", *(f.task(w) for f in suite.families for w in f.columns))
+    names, columns = list(optimizers), list(product(runs, SIZES))
     for f, (t, size) in product(suite.families, columns):
-        task, seeds = f.task(f.columns[SIZES.index(size)]), range(f.few_seeds)
-        steps = runs[t] * suite.steps
-        jobs[f, t, size] = [Job(optimizers[name], task, steps, seeds=seeds) for name in names]
+        task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
+        seeds = range(f.few_seeds)
+        jobs[f, t, size] = [Job(c, task, steps, seeds=seeds) for c in optimizers.values()]
     results.run(chain(*jobs.values()), "rank")
     by_kind = {}
     for (f, t, _), of_task in jobs.items():
@@ -281,11 +285,9 @@ def horizon(suite: Suite, results: Results) -> Finding:
     rows = [["kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]]
     (fig, axes), checks, summary, jobs = figure(len(panels)), {}, [], {}
     for f, schedule, times, n in runs:
-        jobs[f, schedule, times, n] = {
-            name: Job(c, f.task(f.base), times * suite.steps, schedule, range(n))
-            for name, c in suite.contenders().items()
-            if enters(f"horizon, {schedule}", name, f.task(f.base))
-        }
+        args = f.task(f.base), times * suite.steps, schedule, range(n)
+        optimizers = suite.entrants(f"horizon, {schedule}", f.task(f.base))
+        jobs[f, schedule, times, n] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
     for run, by_name in jobs.items():
         f, schedule, times, _ = run
@@ -315,11 +317,11 @@ def coord(suite: Suite, results: Results) -> Finding:
     Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP
     it grows with width (figure 2, appendix). The check against the input size is not in the paper.
     """
-    optimizers, first = suite.contenders(), suite.families[0]
+    first = suite.families[0]
     widths = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
+    optimizers = suite.entrants("coord", *widths.values())
     steps = [t for t in PROBED if t < suite.steps]
-    entrants = [c for x, c in optimizers.items() if enters("coord", x, first.task(first.base))]
-    tests = {(c, "width"): widths for c in entrants}
+    tests = {(c, "width"): widths for c in optimizers.values()}
     if "mulo_m" in optimizers and suite.scale == "desk":
         mine = optimizers["mulo_m"]
         lo = mine.lo.with_config(input_base=None)
@@ -364,11 +366,8 @@ def stability(suite: Suite, results: Results) -> Finding:
     for title, d, horizons in ((f"{deepest} layers", deepest, 1), ("5 horizons", 3, 5)):
         task, steps = first.task(first.base, d), horizons * suite.steps
         at = range(max(1, steps // 25), steps, max(1, steps // 25))
-        jobs[title] = [
-            Job(c, task, steps, seeds=range(2), probe_at=at)
-            for name, c in suite.contenders().items()
-            if enters("stability", name, task)
-        ]
+        optimizers = suite.entrants("stability", task).values()
+        jobs[title] = [Job(c, task, steps, seeds=range(2), probe_at=at) for c in optimizers]
     results.run(chain(*jobs.values()), "stability")
     rows = [["task", "optimizer", "layer", "early", "late"]]
     (fig, axes), checks, summary = figure(4), {}, []
@@ -504,10 +503,8 @@ def transfer(suite: Suite, results: Results) -> Finding:
 
 # ---------------------------------------------------------------- command line
 
-EXPERIMENTS = {
-    "width": width, "rank": rank, "distribution": distribution, "depth": depth, "horizon": horizon,
-    "transfer": transfer, "resnet": resnet, "coord": coord, "stability": stability,
-}  # fmt: skip
+EXPERIMENTS = (width, rank, distribution, depth, horizon, transfer, resnet, coord, stability)
+EXPERIMENTS = {experiment.__name__: experiment for experiment in EXPERIMENTS}
 
 
 def tune(suite: Suite, results: Results) -> None:
@@ -517,10 +514,10 @@ def tune(suite: Suite, results: Results) -> None:
         runs += [(f.task(f.base), n * suite.steps, "cosine") for n in f.horizons]
     runs += [(name.format(w[0]), suite.steps, "constant") for name, w in TRANSFER.items()]
     tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
-    for name, widths in TRANSFER.items():
-        tunings += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
-        narrow = [name.format(w) for w in widths if enters("transfer", "muon", name.format(w))]
-        tunings += [Tuning("muon", x, suite.steps, "warmup", True, (5001,)) for x in narrow]
+    for task in (name.format(w) for name, widths in TRANSFER.items() for w in widths):
+        tunings.append(Tuning("adamw", task, suite.steps, "cosine", True))
+        if enters("transfer", "muon", task):
+            tunings.append(Tuning("muon", task, suite.steps, "warmup", True, (5001,)))
     missing = [tuning for tuning in tunings if not evaluate.best(*tuning.key())]
     for tuning, values in results.execute(missing, "tuning"):
         evaluate.remember(values, *tuning.key())
@@ -529,8 +526,7 @@ def tune(suite: Suite, results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiment", choices=[*EXPERIMENTS, "all", "tune"])
-    flags = "--scale --optimizers --out --fresh --processes --device"
-    for flag in flags.split():
+    for flag in ("--scale", "--optimizers", "--out", "--fresh", "--processes", "--device"):
         parser.add_argument(flag, **evaluate.FLAGS[flag])
     args = parser.parse_args()
     with evaluate.one_sentence("paper.py"):
@@ -554,10 +550,10 @@ def main() -> None:
             page = Path("RESULTS.md") if out == Path("results") else out / "RESULTS.md"
             docs = {name: inspect.getdoc(EXPERIMENTS[name]) for name in findings}
             report.write_results(findings, docs, out, page)
-            picture, widest = out / "picture.png", suite.families[0].base
-            report.draw_picture(findings["width"], findings["coord"], widest, picture)
-        read = len(results.requested - results.trained)
-        print(f"{read} of {len(results.requested)} results were read from {out}: --fresh retrains.")
+            base, picture = suite.families[0].base, out / "picture.png"
+            report.draw_picture(findings["width"], findings["coord"], base, picture)
+        read, total = len(results.requested - results.trained), len(results.requested)
+        print(f"{read} of {total} results were read from {out}: --fresh retrains.")
 
 
 if __name__ == "__main__":
