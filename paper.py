@@ -92,9 +92,7 @@ DEEP_AND_LONG = {"depths": (3, 4, 8, 16), "horizons": (5, 10, 25), "longest": 25
 class Suite:
     """Optimizers and tasks. The first family is the one of meta-training."""
 
-    optimizers: tuple[str, ...] = (
-        "mulo_m", "muvelo_m", "lo_m", "velo_m", "adamw", "muadam", "muon",
-    )  # fmt: skip
+    optimizers: tuple[str, ...] = (*PAIRS, *PAIRS.values(), "adamw", "muadam", "muon")
     families: tuple[Family, ...] = (
         Family("fashion8_mlp", **DEEP_AND_LONG), Family("teacher_mlp"),
         Family("fashion_vit", **TRANSFORMER), Family("pixels_lm", **TRANSFORMER),
@@ -400,10 +398,9 @@ def distribution(suite: Suite, results: Results) -> Finding:
     """
     first = suite.families[0]
     widths = [w for w in first.widths if w <= 16 * first.base]
-    sizes = {first: {w: first.task(w) for w in widths}}
+    sizes, checks = {first: {w: first.task(w) for w in widths}}, {}
     optimizers = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
     final, _, rows, fig = sweep(suite, results, optimizers, "width", sizes)
-    checks = {}
     last = {name: by_width[widths[-1]] for name, by_width in final[first.kind].items()}
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
         claim = f"{LABELS[a]} is ahead of {LABELS[b]} at width {widths[-1]}"

@@ -82,10 +82,10 @@ def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict
         gaps = [float((test[name, w].mean() / train[name, w].mean() - 1).abs()) for w in widths]
         claim = f"{LABELS[name]}: at every width, the test loss is within 10% of the train loss"
         checks[claim] = all(gap <= 0.1 for gap in gaps)  # in the paper it is within 8%
-        for split, losses in (("train", train), ("test", test)):
+        for split, losses in {"train": train, "test": test}.items():
             claim = f"{LABELS[name]}: the {split} loss falls with width, within the standard error"
             checks[claim] = falls([losses[name, w] for w in widths])
-    for split, losses in (("train", train), ("test", test)):
+    for split, losses in {"train": train, "test": test}.items():
         claim = f"μLO_M is ahead of LO_M at every width in {split} loss"
         checks[claim] = all(worse(losses["lo_m", w], losses["mulo_m", w]) for w in widths)
     return checks
@@ -150,9 +150,9 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
     left.axvspan(left.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
     size_axis(left, sorted({row[2] for row in width.rows if row[0] == kind}))
     left.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
+    left.set(title=f"{kind}: wider than meta-trained")
     left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
     left.minorticks_off()
-    left.set_title(f"{kind}: wider than meta-trained")
     left.legend(fontsize=8)
     slopes = {}
     for name, against, _, slope, *_ in coord.rows:
@@ -163,8 +163,8 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
         right.bar(places, bars, 0.7 / len(bars), color=COLOURS.get(name, "0.4"))
     right.axhline(0.1, color="k", lw=0.8, ls=":")
     right.set_xticks(range(len(slopes)), [LABELS.get(name, name) for name in slopes], fontsize=8)
-    right.set(ylabel="|slope| of log drift over log width")
-    right.set_title("Coordinate check (one bar per layer)")
+    title = "Coordinate check (one bar per layer)"
+    right.set(ylabel="|slope| of log drift over log width", title=title)
     write_atomically(path, lambda file: fig.savefig(file, dpi=120))
 
 
@@ -173,8 +173,7 @@ def write_finding(finding: Finding, name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [[f"{x:.4f}" if isinstance(x, float) else x for x in row] for row in finding.rows]
     write_table(folder / f"{name}.csv", rows)
-    save = finding.figure.savefig
-    write_atomically(folder / f"{name}.png", lambda file: save(file, dpi=120))
+    write_atomically(folder / f"{name}.png", lambda file: finding.figure.savefig(file, dpi=120))
 
 
 def write_results(
