@@ -1,4 +1,5 @@
-"""The paper's experiments and ours. Each is a function that returns a table, a figure and checks.
+"""The paper's experiments and ours. Each is a function that returns a table, a figure and checks,
+and whose docstring has a title and the paper's claim, for RESULTS.md.
 
     python paper.py width                # one of EXPERIMENTS: results/width.csv and .png
     python paper.py all                  # all of them, README's picture and RESULTS.md
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import math
 from itertools import chain, product
 from pathlib import Path
@@ -24,14 +26,18 @@ from matplotlib.figure import Figure
 from mulo import evaluate, kernels, roles, tasks
 from mulo.evaluate import Contender, Job, Results, Tuning, contender, mean_stderr
 from mulo.results import report
-from mulo.results.ablate import variants
 from mulo.results.report import COLOURS, LABELS, Finding, falls, figure, guess, listing, worse
 from mulo.training import final_loss
 
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-MUON_WIDEST = 512  # wider nets take Muon more than four minutes each on a core
+# Experiment: the widest net of each family that Muon, which is slow on wide nets, is trained on.
+# It is left out of all others, and of a ranking if it misses one of its tasks.
+MUON_WIDEST = {
+    "width": {"mlp": 512}, "rank": {}, "horizon, cosine": {"mlp": 1024},
+    "transfer": {"mlp": 512, "conv": 128, "vit": 128, "lm": 128},
+}  # fmt: skip
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
 WIDE, NARROW = (64, 256, 1024), (64, 128)
@@ -41,6 +47,12 @@ TRANSFER = {  # tasks of `transfer`: widths
     "teacher100_mlp_w{}_d3": WIDE, "c10s_conv_w{}_d3_b16": NARROW, "c10s_vit_w{}_d3_b16": NARROW,
     "text_lm_w{}_d2_b8": NARROW,
 }  # fmt: skip
+
+
+def enters(experiment: str, optimizer: str, task: str) -> bool:
+    """Whether an optimizer is trained on a task: Muon on nets up to MUON_WIDEST, others on all."""
+    net, widest = tasks.get(task), MUON_WIDEST.get(experiment, {})
+    return optimizer != "muon" or net.width <= widest.get(net.family, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +78,12 @@ TRANSFORMER = {
     "widths": (16, 32, 64, 128), "columns": (32, 64, 128), "base": 32, "depths": (3, 16),
     "longest": 25, "seeds": 3, "few_seeds": 2, "suffix": "_b8",
 }  # fmt: skip
-PAPER_MLP = {"widths": tasks.MLP_WIDTHS, "columns": (2048, 4096, 8192), "base": 1024}
+PAPER_MLP = {
+    "widths": (128, 256, 512, 1024, 2048, 4096, 8192), "columns": (2048, 4096, 8192), "base": 1024,
+}  # fmt: skip
 PAPER_TRANSFORMER = {
-    "widths": tuple(tasks.HEADS), "columns": (2048, 3072, 3072), "base": 1024, "depths": (3, 16),
-    "longest": 25,
+    "widths": (192, 384, 768, 1024, 2048, 3072), "columns": (2048, 3072, 3072), "base": 1024,
+    "depths": (3, 16), "longest": 25,
 }  # fmt: skip
 DEEP_AND_LONG = {"depths": (3, 4, 8, 16), "horizons": (5, 10, 25), "longest": 25}
 
@@ -78,27 +92,27 @@ DEEP_AND_LONG = {"depths": (3, 4, 8, 16), "horizons": (5, 10, 25), "longest": 25
 class Suite:
     """Optimizers and tasks. The first family is the one of meta-training."""
 
-    optimizers: tuple[str, ...] = (
-        "mulo_m", "muvelo_m", "lo_m", "velo_m", "adamw", "muadam", "muon",
-    )  # fmt: skip
+    optimizers: tuple[str, ...] = (*PAIRS, *PAIRS.values(), "adamw", "muadam", "muon")
     families: tuple[Family, ...] = (
         Family("fashion8_mlp", **DEEP_AND_LONG), Family("teacher_mlp"),
         Family("fashion_vit", **TRANSFORMER), Family("pixels_lm", **TRANSFORMER),
     )  # fmt: skip
     steps: int = 500  # the meta-trained horizon
     resnets: tuple[str, ...] = tuple(f"fashion_resnet_w{w}_b16" for w in (32, 64, 128, 192, 256))
-    ablate_widths: tuple[int, ...] = (64, 256, 1024, 4096)  # the last for epsilons only
     scale: str = "desk"
 
-    def contenders(self, *names: str, muon: bool = False) -> dict[str, Contender]:
-        """Optimizers by name of recipe. `names` selects; those not in `optimizers` are shipped.
-        Muon, which the paper does not have, is left out unless asked for."""
+    def contenders(self, *names: str) -> dict[str, Contender]:
+        """Optimizers by name of recipe. `names` selects; those not in `optimizers` are shipped."""
         known = {(c := contender(name)).recipe or c.name: c for name in self.optimizers}
         if len(known) < len(self.optimizers):
             raise ValueError("two of --optimizers are runs of one recipe: use evaluate.py task.")
-        names = names or [name for name in known if muon or name != "muon"]
-        chosen = {name: known.get(name) or contender(name) for name in names}
+        chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
+
+    def entrants(self, experiment: str, *names: str) -> dict[str, Contender]:
+        """The optimizers that an experiment trains on all tasks of these names."""
+        known = self.contenders()
+        return {k: c for k, c in known.items() if all(enters(experiment, k, x) for x in names)}
 
 
 SUITES = {
@@ -106,7 +120,7 @@ SUITES = {
     "paper": Suite(
         families=(
             Family("in32_mlp", **PAPER_MLP, **DEEP_AND_LONG),
-            Family("in64_mlp", tasks.WIDTHS["in64_mlp"], (2048, 4096, 4096), base=1024),
+            Family("in64_mlp", PAPER_MLP["widths"][:-1], (2048, 4096, 4096), base=1024),
             Family("c10_mlp", **PAPER_MLP), Family("vit", **PAPER_TRANSFORMER),
             Family("lm", **PAPER_TRANSFORMER),
         ),
@@ -129,7 +143,7 @@ def sweep(
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
         for size, task in tested.items()
-        if name != "muon" or ("mlp" in f.kind and tasks.get(task).width <= MUON_WIDEST)
+        if enters(axis, name, task)
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
@@ -149,9 +163,13 @@ def sweep(
 
 
 def width(suite: Suite, results: Results) -> Finding:
-    """Final loss against width, and training curves at the largest width."""
+    """Wider nets.
+
+    The final loss of μLOs falls with width far beyond the widths of meta-training; LOs in standard
+    parametrization (SP) stop improving or diverge (figures 3 and 4).
+    """
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, _, rows, fig = sweep(suite, results, suite.contenders(muon=True), "width", sizes)
+    final, _, rows, fig = sweep(suite, results, suite.contenders(), "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
         kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
@@ -173,16 +191,19 @@ def width(suite: Suite, results: Results) -> Finding:
 
 
 def rank(suite: Suite, results: Results) -> Finding:
-    """Average rank over families at each column's width, at 1, 3 and 5 horizons.
+    """Average rank.
 
-    Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, has
-    not finished there. A diverged net has the loss of guessing.
+    At widths from 2048 (Large) to 8192 (XXL), μLO_M and μVeLO_M have the two best average ranks
+    (1.2 to 2.6); VeLO_M and LO_M have the worst (4.0 to 6.0) (table 1).
     """
-    optimizers, runs = suite.contenders(), {1: 1, 3: 5, 5: 5}  # horizons: length of the run
-    names, columns, jobs = list(optimizers), list(product(runs, SIZES)), {}
+    # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, has
+    # not finished there. A diverged net has the loss of guessing.
+    runs, jobs = {1: 1, 3: 5, 5: 5}, {}  # horizons: length of the run
+    optimizers = suite.entrants("rank", *(f.task(w) for f in suite.families for w in f.columns))
+    names, columns = list(optimizers), list(product(runs, SIZES))
     for f, (t, size) in product(suite.families, columns):
-        task = f.task(f.columns[SIZES.index(size)])
-        steps, seeds = runs[t] * suite.steps, range(f.few_seeds)
+        task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
+        seeds = range(f.few_seeds)
         jobs[f, t, size] = [Job(c, task, steps, seeds=seeds) for c in optimizers.values()]
     results.run(chain(*jobs.values()), "rank")
     by_kind = {}
@@ -223,7 +244,11 @@ def rank(suite: Suite, results: Results) -> Finding:
 
 
 def depth(suite: Suite, results: Results) -> Finding:
-    """Nets of 3 to 16 layers or blocks."""
+    """Deeper nets.
+
+    At 16 layers μLO_M and μVeLO_M train stably and generally outperform LO_M and VeLO_M; on the
+    deep MLP, LO_M diverges at once (figure 5).
+    """
     sizes = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
     final, curves, rows, fig = sweep(suite, results, suite.contenders(), "depth", sizes)
     checks, summary = {}, []
@@ -244,7 +269,12 @@ def depth(suite: Suite, results: Results) -> Finding:
 
 
 def horizon(suite: Suite, results: Results) -> Finding:
-    """Runs of 25 horizons, at constant rates and, on MLPs, under a cosine schedule."""
+    """Longer training.
+
+    Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop
+    improving or diverge (figure 6). The runs under a cosine schedule (1 to 0.1) are not in the
+    paper; at a constant rate, updates of μLO_M and LO_M shrink as 1/√t beyond their horizon.
+    """
     runs = []
     for f in suite.families:
         runs += [(f, "constant", f.longest, f.few_seeds)] * bool(f.longest)
@@ -254,7 +284,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
     (fig, axes), checks, summary, jobs = figure(len(panels)), {}, [], {}
     for f, schedule, times, n in runs:
         args = f.task(f.base), times * suite.steps, schedule, range(n)
-        optimizers = suite.contenders(muon=schedule == "cosine")
+        optimizers = suite.entrants(f"horizon, {schedule}", f.task(f.base))
         jobs[f, schedule, times, n] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
     for run, by_name in jobs.items():
@@ -280,9 +310,14 @@ def horizon(suite: Suite, results: Results) -> Finding:
 
 
 def coord(suite: Suite, results: Results) -> Finding:
-    """Coordinate check over 500 steps: how each layer's drift depends on width and input size."""
-    optimizers, first = suite.contenders(), suite.families[0]
+    """Coordinate check.
+
+    Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP
+    it grows with width (figure 2, appendix). The check against the input size is not in the paper.
+    """
+    first = suite.families[0]
     widths = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
+    optimizers = suite.entrants("coord", *widths.values())
     steps = [t for t in PROBED if t < suite.steps]
     tests = {(c, "width"): widths for c in optimizers.values()}
     if "mulo_m" in optimizers and suite.scale == "desk":
@@ -321,12 +356,15 @@ def coord(suite: Suite, results: Results) -> Finding:
 
 
 def stability(suite: Suite, results: Results) -> Finding:
-    """L1 norms of first-layer pre-activations and logits: a deep net, and a long run."""
+    """Stable activations.
+
+    In a deep net first-layer pre-activations stay stable with μLO_M and grow with LO_M (appendix).
+    """
     first, deepest, jobs = suite.families[0], suite.families[0].depths[-1], {}
     for title, d, horizons in ((f"{deepest} layers", deepest, 1), ("5 horizons", 3, 5)):
         task, steps = first.task(first.base, d), horizons * suite.steps
         at = range(max(1, steps // 25), steps, max(1, steps // 25))
-        optimizers = suite.contenders().values()
+        optimizers = suite.entrants("stability", task).values()
         jobs[title] = [Job(c, task, steps, seeds=range(2), probe_at=at) for c in optimizers]
     results.run(chain(*jobs.values()), "stability")
     rows = [["task", "optimizer", "layer", "early", "late"]]
@@ -353,13 +391,16 @@ def stability(suite: Suite, results: Results) -> Finding:
 
 
 def distribution(suite: Suite, results: Results) -> Finding:
-    """One width in meta-training against three, with μP and without."""
+    """Meta-training on one width or on three.
+
+    μLO_M, meta-trained on three widths, generalizes better than μLO_S, meta-trained on one, and
+    both better than LOs in SP (figure 3).
+    """
     first = suite.families[0]
     widths = [w for w in first.widths if w <= 16 * first.base]
-    sizes = {first: {w: first.task(w) for w in widths}}
+    sizes, checks = {first: {w: first.task(w) for w in widths}}, {}
     optimizers = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
     final, _, rows, fig = sweep(suite, results, optimizers, "width", sizes)
-    checks = {}
     last = {name: by_width[widths[-1]] for name, by_width in final[first.kind].items()}
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
         claim = f"{LABELS[a]} is ahead of {LABELS[b]} at width {widths[-1]}"
@@ -368,7 +409,11 @@ def distribution(suite: Suite, results: Results) -> Finding:
 
 
 def resnet(suite: Suite, results: Results) -> Finding:
-    """Train and test loss of μLO_M and LO_M on ResNets of five widths."""
+    """ResNets, train and test loss.
+
+    At every width from 128 to 2048 μLO_M ends below LO_M in train loss and in test loss, which is
+    within 8% of the train loss (appendix).
+    """
     names, jobs = ("mulo_m", "lo_m"), {}
     for (name, c), task in product(suite.contenders(*names).items(), suite.resnets):
         job = Job(c, task, suite.steps, seeds=range(SEEDS), test=True)
@@ -400,12 +445,19 @@ ENTRANTS = [  # optimizer, schedule
 
 
 def transfer(suite: Suite, results: Results) -> Finding:
-    """μLO_M, untuned, on other data sets, input sizes and models, against tuned baselines."""
+    """Other data sets, input sizes and models.
+
+    Not in the paper. μLO_M runs untuned, at a constant rate and under a cosine from 2 to 0.2; AdamW
+    at its default rate, with its rate tuned at each task's smallest width, and under a cosine with
+    its rate tuned at every width; Muon (orthogonalised momentum for all matrices) under its own
+    cosine, at one rate for all tasks, on nets up to width 512. Ranks are over the tasks that all
+    have run.
+    """
     optimizers, jobs = suite.contenders(*dict(ENTRANTS)), {}
     for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
         for w in widths:
-            if schedule != "warmup" or w <= MUON_WIDEST:
-                task, c = name.format(w), optimizers[optimizer]
+            task, c = name.format(w), optimizers[optimizer]
+            if enters("transfer", optimizer, task):
                 jobs[task, optimizer, schedule] = Job(c, task, suite.steps, schedule, range(SEEDS))
     results.run(jobs.values(), "transfer")
     final = {}
@@ -446,91 +498,10 @@ def transfer(suite: Suite, results: Results) -> Finding:
     return Finding(rows, fig, checks, f"average rank: {listing(values, '.2f')}")
 
 
-# ---------------------------------------------------------------- ablations
-
-EPSILONS = ("base", "eps_rms 0", "relative epsilons")  # tested on the widest net too
-TIME = {  # runs beyond the horizon: schedule, changes to the config
-    "as shipped; cosine": ("cosine", {}),
-    "as shipped; constant": ("constant", {}),
-    "no annealing; constant": ("constant", {"anneal": 0.0}),
-    "no annealing, no t_max; constant": ("constant", {"anneal": 0.0, "t_max": None}),
-}
-
-
-def ablate(suite: Suite, results: Results) -> Finding:
-    """Settings of meta-training, epsilons, single μP rules, t_max and a schedule."""
-    meta, first = variants.load(results, suite.scale), suite.families[0]
-    (*widths, widest), shipped = suite.ablate_widths, suite.contenders("mulo_m")["mulo_m"]
-    rules = {"all rules": [shipped]}
-    for rule in roles.ALL:
-        name, rest = f"without {rule}", tuple(x for x in roles.ALL if x != rule)
-        rules[name] = [dataclasses.replace(shipped, name=f"mulo_m {name}", rules=rest)]
-    numbers = {name: c for name, c in meta.items() if name not in EPSILONS[1:]}
-    epsilons, jobs = {name: meta[name] for name in EPSILONS}, {}
-    parts = {"meta-training": numbers, "epsilons": epsilons, "μP rules": rules}
-
-    def add(key: tuple, optimizers: list[Contender], times: int = 1, schedule: str = "constant"):
-        seeds, task = range(1 if key[2] >= 1024 else 2), first.task(key[2])
-        jobs[key] = [Job(c, task, times * suite.steps, schedule, seeds) for c in optimizers]
-
-    for part, by_name in parts.items():
-        for name, optimizers in by_name.items():
-            for w in widths:
-                add((part, name, w), optimizers)
-            if name in EPSILONS:
-                add((part, name, widest), optimizers[:1])
-    for name, (schedule, config) in TIME.items():
-        title = f"mulo_m, {name.split(';')[0]}" if config else "mulo_m"
-        c = dataclasses.replace(shipped, name=title, lo=shipped.lo.with_config(**config))
-        add(("time", name, first.base), [c], 5, schedule)
-    results.run(chain(*jobs.values()), "ablate")
-    final = {k: torch.cat([final_loss(results.losses(x)) for x in y]) for k, y in jobs.items()}
-    rows = [["part", "variant", "width", "horizons", "loss", "stderr", "nets"]]
-    rows += [[*k, 5 if k[0] == "time" else 1, *mean_stderr(x), len(x)] for k, x in final.items()]
-    (fig, axes), loss = figure(3), {key: float(x.mean()) for key, x in final.items()}
-    for ax, (part, names) in zip(axes, parts.items(), strict=True):
-        seen = [x for (p, *_), x in loss.items() if p == part and x < guess(first.kind)]
-        top = 1.05 * max(seen, default=guess(first.kind))  # divergence is off the scale
-        by_name = {
-            n: {w: x for (p, m, w), x in final.items() if (p, m) == (part, n)} for n in names
-        }
-        report.draw_final(ax, by_name, top, "width", part)
-        ax.legend(fontsize=7)
-    top = {
-        name: loss["epsilons" if name in EPSILONS else "meta-training", name, widths[-1]]
-        for name in meta
-    }
-    summary = f"variants of mulo_s, width {widths[-1]}: {listing(top)}"
-    return Finding(rows, fig, ablation_checks(suite, loss), summary)
-
-
-def ablation_checks(suite: Suite, loss: dict[tuple[str, str, int], float]) -> dict[str, bool]:
-    """Checks of `ablate`, from mean final losses by part, variant and width."""
-    top, widest = suite.ablate_widths[-2:]
-    base = loss["epsilons", "base", top]
-    cosine, constant, free, unbounded = (loss["time", x, suite.families[0].base] for x in TIME)
-    relative, reference = (loss["epsilons", x, widest] for x in ("relative epsilons", "base"))
-    others = [loss["meta-training", x, top] for x in ("lam1 0.001", "lam1 0.1")]
-    checks = {
-        "λ1 = 0.01 is ahead of 0.001 and 0.1": not any(x <= base for x in others),
-        "t_max helps beyond the horizon": free <= unbounded,
-        "annealing helps beyond the horizon": constant <= free,
-        "a cosine schedule helps beyond the horizon": cosine <= constant,
-        "relative epsilons are ahead of the reference's on the widest net": relative <= reference,
-    }
-    for rule in roles.ALL:
-        without, full = (loss["μP rules", x, top] for x in (f"without {rule}", "all rules"))
-        checks[f"without the rule on {rule}, nets of width {top} are worse"] = not without <= full
-    return checks
-
-
 # ---------------------------------------------------------------- command line
 
-EXPERIMENTS = {
-    "width": width, "rank": rank, "distribution": distribution, "depth": depth, "horizon": horizon,
-    "transfer": transfer, "resnet": resnet, "coord": coord, "stability": stability,
-    "ablate": ablate,
-}  # fmt: skip
+EXPERIMENTS = (width, rank, distribution, depth, horizon, transfer, resnet, coord, stability)
+EXPERIMENTS = {experiment.__name__: experiment for experiment in EXPERIMENTS}
 
 
 def tune(suite: Suite, results: Results) -> None:
@@ -540,10 +511,10 @@ def tune(suite: Suite, results: Results) -> None:
         runs += [(f.task(f.base), n * suite.steps, "cosine") for n in f.horizons]
     runs += [(name.format(w[0]), suite.steps, "constant") for name, w in TRANSFER.items()]
     tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
-    for name, widths in TRANSFER.items():
-        tunings += [Tuning("adamw", name.format(w), suite.steps, "cosine", True) for w in widths]
-        narrow = (name.format(w) for w in widths if w <= MUON_WIDEST)
-        tunings += [Tuning("muon", x, suite.steps, "warmup", True, (5001,)) for x in narrow]
+    for task in (name.format(w) for name, widths in TRANSFER.items() for w in widths):
+        tunings.append(Tuning("adamw", task, suite.steps, "cosine", True))
+        if enters("transfer", "muon", task):
+            tunings.append(Tuning("muon", task, suite.steps, "warmup", True, (5001,)))
     missing = [tuning for tuning in tunings if not evaluate.best(*tuning.key())]
     for tuning, values in results.execute(missing, "tuning"):
         evaluate.remember(values, *tuning.key())
@@ -552,8 +523,7 @@ def tune(suite: Suite, results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiment", choices=[*EXPERIMENTS, "all", "tune"])
-    flags = "--scale --optimizers --out --fresh --processes --at-once --device --backend"
-    for flag in flags.split():
+    for flag in ("--scale", "--optimizers", "--out", "--fresh", "--processes", "--device"):
         parser.add_argument(flag, **evaluate.FLAGS[flag])
     args = parser.parse_args()
     with evaluate.one_sentence("paper.py"):
@@ -563,7 +533,7 @@ def main() -> None:
         out = args.out or Path("results" if args.scale == "desk" else f"results_{args.scale}")
         if args.optimizers:
             suite = dataclasses.replace(suite, optimizers=tuple(args.optimizers))
-        results = Results(out, device, args.processes, args.fresh, args.backend, args.at_once)
+        results = Results(out, device, args.processes, args.fresh)
         if args.experiment == "tune":
             return tune(suite, results)
         findings = {}
@@ -575,11 +545,12 @@ def main() -> None:
                 print("yes" if holds else "NO ", claim)
         if args.experiment == "all":
             page = Path("RESULTS.md") if out == Path("results") else out / "RESULTS.md"
-            report.write_results(findings, out, page, suite.scale)
-            picture, widest = out / "picture.png", suite.families[0].base
-            report.draw_picture(findings["width"], findings["coord"], widest, picture)
-        read = len(results.requested - results.trained)
-        print(f"{read} of {len(results.requested)} results were read from {out}: --fresh retrains.")
+            docs = {name: inspect.getdoc(EXPERIMENTS[name]) for name in findings}
+            report.write_results(findings, docs, out, page)
+            base, picture = suite.families[0].base, out / "picture.png"
+            report.draw_picture(findings["width"], findings["coord"], base, picture)
+        read, total = len(results.requested - results.trained), len(results.requested)
+        print(f"{read} of {total} results were read from {out}: --fresh retrains.")
 
 
 if __name__ == "__main__":

@@ -82,10 +82,10 @@ def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict
         gaps = [float((test[name, w].mean() / train[name, w].mean() - 1).abs()) for w in widths]
         claim = f"{LABELS[name]}: at every width, the test loss is within 10% of the train loss"
         checks[claim] = all(gap <= 0.1 for gap in gaps)  # in the paper it is within 8%
-        for split, losses in (("train", train), ("test", test)):
+        for split, losses in {"train": train, "test": test}.items():
             claim = f"{LABELS[name]}: the {split} loss falls with width, within the standard error"
             checks[claim] = falls([losses[name, w] for w in widths])
-    for split, losses in (("train", train), ("test", test)):
+    for split, losses in {"train": train, "test": test}.items():
         claim = f"μLO_M is ahead of LO_M at every width in {split} loss"
         checks[claim] = all(worse(losses["lo_m", w], losses["mulo_m", w]) for w in widths)
     return checks
@@ -150,9 +150,9 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
     left.axvspan(left.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
     size_axis(left, sorted({row[2] for row in width.rows if row[0] == kind}))
     left.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
+    left.set(title=f"{kind}: wider than meta-trained")
     left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
     left.minorticks_off()
-    left.set_title(f"{kind}: wider than meta-trained")
     left.legend(fontsize=8)
     slopes = {}
     for name, against, _, slope, *_ in coord.rows:
@@ -163,75 +163,9 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
         right.bar(places, bars, 0.7 / len(bars), color=COLOURS.get(name, "0.4"))
     right.axhline(0.1, color="k", lw=0.8, ls=":")
     right.set_xticks(range(len(slopes)), [LABELS.get(name, name) for name in slopes], fontsize=8)
-    right.set(ylabel="|slope| of log drift over log width")
-    right.set_title("Coordinate check (one bar per layer)")
+    title = "Coordinate check (one bar per layer)"
+    right.set(ylabel="|slope| of log drift over log width", title=title)
     write_atomically(path, lambda file: fig.savefig(file, dpi=120))
-
-
-CLAIMS = {  # experiment: title, claim of the paper
-    "width": ("Wider nets", """
-The final loss of μLOs falls with width far beyond the widths of meta-training; LOs in standard
-parametrization (SP) stop improving or diverge (figures 3 and 4)."""),
-    "rank": ("Average rank", """
-At widths from 2048 (Large) to 8192 (XXL), μLO_M and μVeLO_M have the two best average ranks (1.2 to
-2.6); VeLO_M and LO_M have the worst (4.0 to 6.0) (table 1)."""),
-    "distribution": ("Meta-training on one width or on three", """
-μLO_M, meta-trained on three widths, generalizes better than μLO_S, meta-trained on one, and both
-better than LOs in SP (figure 3)."""),
-    "depth": ("Deeper nets", """
-At 16 layers μLO_M and μVeLO_M train stably and generally outperform LO_M and VeLO_M; on the deep
-MLP, LO_M diverges at once (figure 5)."""),
-    "horizon": ("Longer training", """
-Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop
-improving or diverge (figure 6). The runs under a cosine schedule (1 to 0.1) are not in the paper;
-at a constant rate, updates of μLO_M and LO_M shrink as 1/√t beyond their horizon."""),
-    "transfer": ("Other data sets, input sizes and models", """
-Not in the paper. μLO_M runs untuned, at a constant rate and under a cosine from 2 to 0.2; AdamW at
-its default rate, with its rate tuned at each task's smallest width, and under a cosine with its
-rate tuned at every width; Muon (orthogonalised momentum for all matrices) under its own cosine, at
-one rate for all tasks, on nets up to width 512. Ranks are over the tasks that all have run."""),
-    "resnet": ("ResNets, train and test loss", """
-At every width from 128 to 2048 μLO_M ends below LO_M in train loss and in test loss, which is
-within 8% of the train loss (appendix)."""),
-    "coord": ("Coordinate check", """
-Under μP the change of pre-activations over the first 500 steps does not depend on width; in SP it
-grows with width (figure 2, appendix). The check against the input size is not in the paper."""),
-    "stability": ("Stable activations", """
-In a deep net first-layer pre-activations stay stable with μLO_M and grow with LO_M (appendix)."""),
-    "ablate": ("Ablations", """
-Among rates, λ1, steps and perturbations, the default recipe with λ1 = 0.01 is one of the best for
-μLO_S (appendix). Ablations of epsilons, of single μP rules and beyond the horizon are not in the
-paper. Variants use an earlier desk recipe (400 outer steps, batches of 64)."""),
-}  # fmt: skip
-ABOUT = {  # scale: introduction
-    "desk": """\
-The shipped optimizers ([weights](weights/README.md)) were meta-trained on runs of 500 steps (the
-horizon) of MLPs of widths 16, 32 and 64 on 8x8 Fashion-MNIST. They are tested on MLPs on that data
-(fashion8_mlp) and on the labels of a random teacher (teacher_mlp), on ViTs (fashion_vit, 14x14), on
-transformers that predict pixels (pixels_lm), and on ResNets (fashion_resnet, 14x14; 8,000 images to
-train on, 2,000 for the test loss). Large, XL and XXL are widths 128, 256 and 512 for MLPs, 32, 64
-and 128 for transformers.
-
-AdamW and μAdam are tuned over the paper's grids (504 and 512 configurations) on fashion8_mlp and
-teacher_mlp; elsewhere, and under a cosine schedule, only their rates are tuned. MLPs and ResNets
-have 5 seeds (coordinate check 3, activations 2, ablations 1 or 2), transformers 3 (ranks and long
-runs 2).
-The paper's own sizes (`--scale paper`) have not been run.""",
-    "paper": "The optimizers given by `--optimizers`, on tasks of the paper's sizes.",
-}
-HEAD = """\
-# Results
-
-Written by `python paper.py {command}` from the losses in [{link}]({link}).
-
-{about}
-
-Nets of all widths and optimizers see the same batches. Final loss: mean training loss over the last
-tenth of a run; errors are standard errors over seeds.
-
-| experiment | result | checks that hold |
-|---|---|---|
-"""
 
 
 def write_finding(finding: Finding, name: str, folder: Path) -> None:
@@ -239,15 +173,18 @@ def write_finding(finding: Finding, name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [[f"{x:.4f}" if isinstance(x, float) else x for x in row] for row in finding.rows]
     write_table(folder / f"{name}.csv", rows)
-    save = finding.figure.savefig
-    write_atomically(folder / f"{name}.png", lambda file: save(file, dpi=120))
+    write_atomically(folder / f"{name}.png", lambda file: finding.figure.savefig(file, dpi=120))
 
 
-def write_results(findings: dict[str, Finding], folder: Path, path: Path, scale: str) -> None:
-    """Write RESULTS.md."""
-    link, overview, sections = os.path.relpath(folder, path.parent), "", ""
+def write_results(
+    findings: dict[str, Finding], docs: dict[str, str], folder: Path, path: Path
+) -> None:
+    """Write RESULTS.md below its introduction. `docs` has titles, and claims of the paper."""
+    link, head = os.path.relpath(folder, path.parent), "| experiment | result | checks that hold |"
+    introduction = path.read_text().partition(head)[0] if path.exists() else "# Results\n\n"
+    overview, sections = f"{head}\n|---|---|---|\n", ""
     for name, finding in findings.items():
-        title, claim = CLAIMS[name]
+        title, _, claim = docs[name].partition(".\n\n")
         anchor = "".join(x for x in title.lower() if x.isalnum() or x in " -").replace(" ", "-")
         failed = [f"- {claim}\n" for claim, holds in finding.checks.items() if not holds]
         held = f"{len(finding.checks) - len(failed)} of {len(finding.checks)}"
@@ -257,11 +194,9 @@ def write_results(findings: dict[str, Finding], folder: Path, path: Path, scale:
         sections += f"""
 ## {title}
 
-**Paper.** {claim.strip()}
+**Paper.** {claim}
 
 **Here** (`python paper.py {name}`, [table]({link}/{name}.csv)). {held} checks hold{failures}
 ![{title}]({link}/{name}.png)
 """
-    command = "all" if scale == "desk" else f"all --scale {scale}"
-    head = HEAD.format(command=command, link=link, about=ABOUT[scale])
-    write_atomically(path, head + overview + sections)
+    write_atomically(path, introduction + overview + sections)

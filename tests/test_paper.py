@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import inspect
 import math
 import shutil
 import sys
@@ -11,10 +12,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from mulo import evaluate, metatrain, paper, training
+from mulo import evaluate, paper, training
 from mulo.evaluate import Job, Results, contender
 from mulo.results import report
-from mulo.results.ablate import variants
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"columns": (8, 8, 8), "base": 8, "longest": 3}
@@ -22,10 +22,9 @@ FEW = SMALL | {"few_seeds": 1}
 MLPS = paper.Family("fashion8_mlp", (8, 16), depths=(3, 4), horizons=(2, 3), seeds=2, **SMALL)
 VITS = paper.Family("fashion_vit", (8, 16), depths=(1, 2), seeds=2, suffix="_b2", **FEW)
 SUITE = paper.Suite(
-    ("mulo_m", "lo_m", "adamw", "muadam", "muon"), (MLPS, VITS), steps=6, ablate_widths=(8, 16),
+    ("mulo_m", "lo_m", "adamw", "muon"), (MLPS, VITS), steps=6,
     resnets=("fashion8_mlp_w8_d3", "fashion8_mlp_w16_d3"),
 )  # fmt: skip
-TINY = {"steps": 2, "pairs": 1, "unroll": 4, "shortest": 4, "truncation": 2}
 
 
 def shrink(patch, tuned):
@@ -35,8 +34,6 @@ def shrink(patch, tuned):
     patch.setattr(evaluate, "HORIZONS", {"desk": SUITE.steps})
     patch.setattr(paper, "TRANSFER", {"fashion8_mlp_w{}_d3": (8, 16)})
     patch.setattr(paper, "SEEDS", 2)
-    patch.setattr(variants, "BASE", TINY)
-    patch.setattr(variants, "SEEDS", 1)
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +65,24 @@ def test_everything_is_tuned_once(tiny, monkeypatch):
 def test_smoke(tiny, name, folder, monkeypatch):
     """A table and a summary; and once more from the files alone, nothing trained."""
     first = paper.EXPERIMENTS[name](SUITE, Results(folder))
-    assert "μLO_M" in first.summary or "mulo_s" in first.summary
+    assert "μLO_M" in first.summary
     assert len(first.rows) > 3
     assert len({len(row) for row in first.rows}) == 1
     monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("trained again"))
-    monkeypatch.setattr(metatrain, "Trainer", lambda *a, **k: pytest.fail("meta-trained again"))
     again = paper.EXPERIMENTS[name](SUITE, Results(folder))
     assert str(again.rows) == str(first.rows)
     assert (again.summary, again.checks) == (first.summary, first.checks)
+
+
+def test_muon_is_left_out_of_wide_nets(monkeypatch):
+    monkeypatch.setattr(paper, "MUON_WIDEST", {"rank": {"mlp": 8, "vit": 8}})
+    narrow, wide, vit = MLPS.task(8), MLPS.task(16), VITS.task(8)
+    for experiment, names, enters in (
+        ("rank", [narrow, vit], True), ("rank", [narrow, wide], False),
+        ("rank", ["pixels_lm_w8_d3"], False), ("depth", [narrow], False),
+    ):  # fmt: skip
+        assert ("muon" in SUITE.entrants(experiment, *names)) == enters
+        assert "adamw" in SUITE.entrants(experiment, *names)
 
 
 def test_any_optimizers_may_be_left_out(tiny, folder):
@@ -83,18 +90,15 @@ def test_any_optimizers_may_be_left_out(tiny, folder):
     for name in ("rank", "horizon"):
         finding = paper.EXPERIMENTS[name](alone, Results(folder))
         assert not [claim for claim in finding.checks if "AdamW" in claim or "best" in claim]
-    shipped = tuple(str(ROOT / "weights" / f"{name}.pt") for name in ("mulo_m", "lo_m"))
-    files = dataclasses.replace(SUITE, optimizers=shipped)
-    assert len(paper.stability(files, Results(folder)).checks) == 2
-    twice = dataclasses.replace(SUITE, optimizers=("mulo_m", shipped[0]))
+    twice = dataclasses.replace(SUITE, optimizers=("mulo_m", str(ROOT / "weights" / "mulo_m.pt")))
     with pytest.raises(ValueError, match="two of --optimizers are runs of one recipe"):
         twice.contenders()
 
 
 def test_rank_counts_divergence_as_guessing(tiny, tmp_path):
     results = Results(tmp_path)
-    alone = dataclasses.replace(SUITE, optimizers=SUITE.optimizers[:-1], families=(MLPS,))
-    losses = {"mulo_m": 0.5, "adamw": math.nan, "muadam": 2.0, "lo_m": 7.0}  # 7: worse than that
+    losses = {"mulo_m": 0.5, "lo_m": 7.0, "adamw": math.nan, "muadam": 2.0}  # 7: worse than that
+    alone = dataclasses.replace(SUITE, optimizers=tuple(losses), families=(MLPS,))
     for name, loss in losses.items():
         for times in (1, 5):
             job = Job(contender(name), MLPS.task(8), times * alone.steps, seeds=range(5))
@@ -135,15 +139,11 @@ def test_resnet_checks():
     """Ahead at every width, falling, and test near train: each check can fail alone."""
 
     def failing(train=(), test=()):
-        means = {"mulo_m": (0.6, 0.5), "lo_m": (0.8, 0.7)}
-        losses = [
-            {
-                (name, w): torch.tensor([x, x + 0.01])
-                for name, by_width in (means | dict(changes)).items()
-                for w, x in zip((32, 64), by_width, strict=True)
-            }
-            for changes in (train, test)
-        ]
+        losses = []
+        for changes in (train, test):
+            means = {"mulo_m": (0.6, 0.5), "lo_m": (0.8, 0.7)} | dict(changes)
+            pairs = [((k, w), x) for k in means for w, x in zip((32, 64), means[k], strict=True)]
+            losses.append({key: torch.tensor([x, x + 0.01]) for key, x in pairs})
         return [claim for claim, holds in report.resnet_checks(*losses).items() if not holds]
 
     falls = "loss falls with width, within the standard error"
@@ -189,7 +189,7 @@ def test_commands(tiny, folder, tmp_path, monkeypatch, capsys, complaint):
     assert printed.count("\nyes ") + printed.count("\nNO ") == 4
     with open(tmp_path / "results" / "depth.csv", newline="") as file:
         head, *rows = csv.reader(file)
-    assert (head[-2:], len(rows)) == (["loss", "stderr"], 16)
+    assert (head[-2:], len(rows)) == (["loss", "stderr"], 12)
     assert all(row[3] == f"{float(row[3]):.4f}" for row in rows)
     assert (tmp_path / "results" / "depth.png").read_bytes() == b"figure"
     assert not (tmp_path / "RESULTS.md").exists()
@@ -199,8 +199,6 @@ def test_commands(tiny, folder, tmp_path, monkeypatch, capsys, complaint):
     assert "## Wider nets" in page
     assert "[table](results/coord.csv)" in page
     assert (tmp_path / "results" / "picture.png").read_bytes() == b"figure"
-    assert "width: fashion8_mlp" in run("all --processes 1 --optimizers lo_m --out other")
-    assert (tmp_path / "other" / "picture.png").exists()
     assert "no learned optimizer 'sgd'" in complaint(paper, "width", "--optimizers", "sgd")
 
 
@@ -211,22 +209,27 @@ def test_results_md_lists_what_fails(tmp_path):
     report.write_finding(finding, "depth", tmp_path)
     assert (tmp_path / "depth.csv").read_text() == "a,|b|\nx,0.5000\n"
     assert (tmp_path / "depth.png").read_bytes().startswith(b"\x89PNG")
-    report.write_results({"depth": finding}, tmp_path, tmp_path / "RESULTS.md", "desk")
+    docs = {"depth": "Deeper nets.\n\nThey train."}
+    report.write_results({"depth": finding}, docs, tmp_path, tmp_path / "RESULTS.md")
     text = (tmp_path / "RESULTS.md").read_text()
     assert "| [Deeper nets](#deeper-nets) | \\|x\\| 1 | 1 of 2 |" in text
+    assert "## Deeper nets\n\n**Paper.** They train.\n" in text
     assert "1 of 2 checks hold; these fail:\n\n- it does not\n\n![Deeper nets](./depth.png)" in text
+    (tmp_path / "RESULTS.md").write_text(f"By hand.\n{text.partition('# Results')[2]}")
+    report.write_results({}, {}, tmp_path, tmp_path / "RESULTS.md")
+    assert (tmp_path / "RESULTS.md").read_text().startswith("By hand.\n")
 
 
 def test_results_follow_from_the_kept_losses(tmp_path, monkeypatch):
     """RESULTS.md and the tables are written again, byte for byte, with nothing to train."""
     monkeypatch.setattr(training, "train", lambda *a, **k: pytest.fail("a net is missing"))
-    monkeypatch.setattr(variants.MetaTraining, "run", lambda *a: pytest.fail("a run is missing"))
     monkeypatch.setattr(Figure, "savefig", lambda *a, **k: None)  # seconds, for all figures
-    results, findings = Results(ROOT / "results"), {}
+    results, findings, docs = Results(ROOT / "results"), {}, {}
+    shutil.copy(ROOT / "RESULTS.md", tmp_path)
     for name, experiment in paper.EXPERIMENTS.items():
-        findings[name] = experiment(paper.Suite(), results)
+        findings[name], docs[name] = experiment(paper.Suite(), results), inspect.getdoc(experiment)
         report.write_finding(findings[name], name, tmp_path / "results")
         written = (tmp_path / "results" / f"{name}.csv").read_text()
         assert written == (ROOT / "results" / f"{name}.csv").read_text(), name
-    report.write_results(findings, tmp_path / "results", tmp_path / "RESULTS.md", "desk")
+    report.write_results(findings, docs, tmp_path / "results", tmp_path / "RESULTS.md")
     assert (tmp_path / "RESULTS.md").read_text() == (ROOT / "RESULTS.md").read_text()

@@ -4,7 +4,7 @@
     python weights/choose.py runs/mulo_m_desk_seed* --ship mulo_m   # ship the best of these
 
 Validation losses are final losses on tasks that no evaluation uses. The best run is saved in
-weights/ with the record of all, from which weights/README.md is written.
+weights/ with the record of all, from which the tables of weights/README.md are written.
 """
 
 from __future__ import annotations
@@ -48,47 +48,28 @@ def validate(path: Path, device: str = "cpu") -> dict:
     return record | {k: about[k] for k in ("meta_loss", "minutes", "commit", "command")}
 
 
-def ship(name: str, runs: dict[Path, dict]) -> Path:
-    """Save the best of several runs in weights/, with the records of all of them."""
-    best = min(runs, key=lambda path: runs[path]["validation"])
-    target = checkpoints.SHIPPED / f"{name}.pt"
-    about = checkpoints.about(best) | {"chosen_among": json.dumps(list(runs.values()))}
-    mulo.save(mulo.load(best), target, **about)
-    write_record()
-    return target
-
-
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-RECORD = """\
-# Shipped learned optimizers
-
-`mulo.load("mulo_m")` loads `mulo_m.pt`, and so on. This file is written by
-`python weights/choose.py`, which ships the seed with the lowest validation loss: the geometric mean
-of final losses after 500, 2,500 and 12,500 steps on tasks that no evaluation uses (`VALIDATION` in
-choose.py). `anneal` in the config shrinks updates beyond the horizon of meta-training (500 steps),
-so it affects validation but not meta-training. Meta-loss is the mean over the last 20 outer steps.
-
-| name | seed | | validation | meta-loss | minutes | commit | command |
-|---|---|---|---|---|---|---|---|
-"""
+HEAD = "| name | seed | | validation | meta-loss | minutes | commit | command |"
 
 
 def write_record() -> None:
-    """Write weights/README.md from the records in the files."""
-    lines, digests = "", ""
-    for path in sorted(checkpoints.SHIPPED.glob("*.pt")):
-        about = checkpoints.about(path)
-        digests += f"{sha256(path)}  {path.name}\n"
+    """Write weights/README.md, below its introduction, from the records in the files."""
+    path, lines, digests = checkpoints.SHIPPED / "README.md", "", ""
+    introduction = path.read_text().partition(HEAD)[0] if path.exists() else ""
+    for file in sorted(checkpoints.SHIPPED.glob("*.pt")):
+        about = checkpoints.about(file)
+        digests += f"{sha256(file)}  {file.name}\n"
         for run in sorted(json.loads(about.get("chosen_among", "[]")), key=lambda run: run["seed"]):
             mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
-            row = path.stem, run["seed"], mark, f"{run['validation']:.4f}"
+            row = file.stem, run["seed"], mark, f"{run['validation']:.4f}"
             row += f"{run['meta_loss']:.4f}", f"{run['minutes']:.1f}", run["commit"]
             lines += f"| {' | '.join(map(str, row))} | `{run['command']}` |\n"
-    text = f"{RECORD}{lines}\nSHA-256 of the files:\n\n```text\n{digests}```\n"
-    checkpoints.write_atomically(checkpoints.SHIPPED / "README.md", text)
+    table = f"{HEAD}\n|{'---|' * 8}\n{lines}"
+    digests = f"\nSHA-256 of the files:\n\n```text\n{digests}```\n"
+    checkpoints.write_atomically(path, introduction + table + digests)
 
 
 def main() -> None:
@@ -110,7 +91,12 @@ def main() -> None:
             record = records[path] = validate(path, device)
             print(f"{path}: {record['validation']:.4f}  {record['scores']}")
         if args.ship:
-            print(f"chosen: {ship(args.ship, records)}")
+            best = min(records, key=lambda path: records[path]["validation"])
+            about = checkpoints.about(best) | {"chosen_among": json.dumps(list(records.values()))}
+            target = checkpoints.SHIPPED / f"{args.ship}.pt"
+            mulo.save(mulo.load(best), target, **about)
+            write_record()
+            print(f"chosen: {best}, saved as {target}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from setuptools.command.build_py import build_py
 
-FILES = ["*.py", "kernels/*", "optimizees/*", "results/*.py", "results/ablate/*.py", "weights/*.pt"]
+FILES = ["*.py", "kernels/*", "optimizees/*", "results/*.py", "weights/*.pt"]
 FILES += ["results/tuned/*", "data/fashion10k/*"]
 
 
