@@ -1,4 +1,4 @@
-"""Measure speed and memory of the step. Prints a section of BENCHMARKS.md for each command.
+"""Measure the speed of the step. Prints a section of BENCHMARKS.md for each command.
 
     python bench.py all                 # everything below, in about twenty minutes
     python bench.py step                # the optimizer step: kernel, folded, literal, and AdamW
@@ -7,24 +7,23 @@
     python bench.py metatrain           # an outer step of meta-training: kernel and folded
     python bench.py export              # the step in onnxruntime and in eager PyTorch
 
-PyLO's optimizer takes part if it is installed. KINETO_LOG_LEVEL=99 silences torch's profiler.
+Contestants take turns in one process.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import itertools
 import math
 import os
 import platform
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -38,10 +37,10 @@ Cases = dict[str, tuple[Shapes, mulo.LOConfig]]
 Rows = dict[str, dict[str, float]]  # of a table: {name: {column: value}}
 
 
-def race(runs: Runs, repeats: int, device: str = "cpu", wall: bool = False) -> dict[str, float]:
+def race(runs: Runs, repeats: int, device: str = "cpu") -> dict[str, float]:
     """The minimum seconds of each contestant: CPU time, or wall time on a GPU."""
     wait = (lambda: None) if device == "cpu" else torch.cuda.synchronize
-    clock = time.perf_counter if wall or device != "cpu" else time.process_time
+    clock = time.process_time if device == "cpu" else time.perf_counter
     times = {name: [] for name in runs}
     for _ in range(repeats + 2):
         for name, run in runs.items():
@@ -51,17 +50,6 @@ def race(runs: Runs, repeats: int, device: str = "cpu", wall: bool = False) -> d
             wait()
             times[name].append(clock() - start)
     return {name: min(seconds[2:]) for name, seconds in times.items()}  # two rounds to warm up
-
-
-def extra_bytes(run: Callable[[], object]) -> int:
-    """Peak of tensor memory during run() above what was allocated before it."""
-    run()
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
-        run()
-    memory = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [e.nbytes() for e in sorted(memory, key=lambda e: e.start_ns())]
-    return max(itertools.accumulate(sizes, initial=0))
 
 
 def machine(device: str) -> str:
@@ -95,40 +83,30 @@ def parameters_of(shapes: Shapes, device: str = "cpu") -> list[torch.nn.Paramete
     return params
 
 
-def our_step(shapes: Shapes, config: mulo.LOConfig, backend: str, device: str = "cpu") -> Callable:
-    """The step of a learned optimizer with random weights, on new parameters."""
-    lo = mulo.NETS[config.net](config, torch.Generator().manual_seed(0)).to(device)
-    opt = mulo.MuLO(parameters_of(shapes, device), lo, num_steps=1000, backend=backend)
-    return functools.partial(opt.step, loss=torch.ones((), device=device))
-
-
 def contestants(shapes: Shapes, config: mulo.LOConfig, device: str) -> Runs:
+    """Steps of a learned optimizer with random weights, and of AdamW, each with its parameters."""
+    lo = mulo.NETS[config.net](config, torch.Generator().manual_seed(0)).to(device)
+    loss, steps = torch.ones((), device=device), {}
     small = sum(map(math.prod, shapes)) <= 2**20  # on larger models the literal step takes seconds
-    backends = ("kernel", "folded", "literal") if small else ("kernel", "folded")
-    steps = {backend: our_step(shapes, config, backend, device) for backend in backends}
+    for backend in ("kernel", "folded", "literal") if small else ("kernel", "folded"):
+        opt = mulo.MuLO(parameters_of(shapes, device), lo, num_steps=1000, backend=backend)
+        steps[backend] = functools.partial(opt.step, loss=loss)
     for kind in ("foreach", "fused"):
         options = {"lr": 1e-6, "weight_decay": 0.01, kind: True}
         steps[f"AdamW {kind}"] = torch.optim.AdamW(parameters_of(shapes, device), **options).step
-    with contextlib.suppress(ImportError):
-        from pylo.optim import AdafacLO_naive
-
-        steps["PyLO naive"] = AdafacLO_naive(parameters_of(shapes, device)).step
     return steps
 
 
-def compare(cases: Cases, repeats: int, device: str) -> dict[str, Rows]:
-    """Race optimizers. Returns tables by title: times, and on the CPU extra memory."""
-    times, memory = {}, {}
+def compare(cases: Cases, repeats: int, device: str, per_param: bool = True) -> Rows:
+    """Race optimizers: ns per parameter, or µs per step."""
+    rows = {}
     for name, (shapes, config) in cases.items():
-        n, runs = sum(map(math.prod, shapes)), contestants(shapes, config, device)
-        name = f"{name}: {n:,} in {len(shapes)}"
-        best = race(runs, repeats, device)
-        times[name] = {k: seconds * 1e9 / n for k, seconds in best.items()}
-        times[name]["kernel / AdamW foreach"] = best["kernel"] / best["AdamW foreach"]
-        if device == "cpu":
-            memory[name] = {k: extra_bytes(run) / n for k, run in runs.items()}
-    units = {"ns/param": times, "extra bytes/param": memory}
-    return {f"A step, {x} (parameters in tensors)": rows for x, rows in units.items() if rows}
+        n = sum(map(math.prod, shapes))
+        best = race(contestants(shapes, config, device), repeats, device)
+        row = {k: seconds * 1e9 / (n if per_param else 1000) for k, seconds in best.items()}
+        row["kernel / AdamW foreach"] = best["kernel"] / best["AdamW foreach"]
+        rows[f"{name}: {n:,} in {len(shapes)}"] = row
+    return rows
 
 
 def bench_step(repeats: int, device: str) -> dict[str, Rows]:
@@ -140,35 +118,33 @@ def bench_step(repeats: int, device: str) -> dict[str, Rows]:
         "MLP 3072-1024-1024-1000, H = 32": (mlp, fc[32]),
         "the same MLP, VeLO, H = 4": (mlp, mulo.LOConfig(net="velo", hidden_size=4)),
     }
-    tables = compare(cases, repeats, device)
+    tiny = {"8x8 and 8, H = 8": ([(8, 8), (8,)] * 3, fc[8])}
+    tables = {"A step, ns/param (parameters in tensors)": compare(cases, repeats, device)}
+    fixed = compare(tiny, 20 * repeats, device, per_param=False)
+    tables["The fixed cost of a step, µs (parameters in tensors)"] = fixed
     if device == "cpu":
-        tables["1024x1024, H = 32, threads"] = threads(repeats)
-        tables["The first step, with nothing compiled"] = first_step()
+        tables["MuLO(...) and its first step in a new process, s, wall"] = first_step()
     return tables
 
 
-def threads(repeats: int) -> Rows:
-    step = our_step([(1024, 1024)], mulo.LOConfig(hidden_size=32), "kernel")
-    runs = {n: lambda n=n: (torch.set_num_threads(n), step()) for n in (1, 2)}
-    best, rows = race(runs, repeats, wall=True), {}
-    torch.set_num_threads(1)
-    for n, s in best.items():
-        rows[f"{n} thread(s)"] = {"ns/param, wall": s * 1e9 / 2**20, "x faster": best[1] / s}
-    return rows
+FIRST_STEP = """
+import time, torch, mulo
+lo, p = mulo.load("mulo_m"), torch.nn.Parameter(torch.ones(64, 64))
+p.grad = torch.ones_like(p)
+start = time.perf_counter()
+mulo.MuLO([{"params": [p], "scale": 1.0}], lo).step()
+print(time.perf_counter() - start)
+"""
 
 
 def first_step() -> Rows:
-    """Seconds of the first step with an empty cache, compiler and self-check included."""
-    rows = {}
-    for hidden in (4, 8, 32):
-        step = our_step([(64, 64), (64,)], mulo.LOConfig(hidden_size=hidden), "auto")
-        kernels.library.cache_clear()
-        kernels.choose.cache_clear()
-        with tempfile.TemporaryDirectory() as x, mock.patch.dict(os.environ, XDG_CACHE_HOME=x):
-            start = time.perf_counter()
-            step()
-            rows[f"H = {hidden}"] = {"s, wall": time.perf_counter() - start}
-    return rows
+    """The constructor, which starts the compiler in the background, and the first step."""
+    command, row = [sys.executable, "-c", FIRST_STEP], {}
+    with tempfile.TemporaryDirectory() as cache:
+        options = {"env": os.environ | {"XDG_CACHE_HOME": cache}, "cwd": Path(__file__).parent}
+        for column in ("nothing compiled", "compiled before"):
+            row[column] = float(subprocess.check_output(command, **options))
+    return {"mulo_m": row}
 
 
 def bench_many(repeats: int, device: str) -> dict[str, Rows]:
@@ -176,7 +152,7 @@ def bench_many(repeats: int, device: str) -> dict[str, Rows]:
     for name in ("vit_w192_d14", "resnet_w512"):
         shapes = [tuple(p.shape) for p in tasks.get(name).skeleton().parameters()]
         cases[f"{name}, H = 4"] = shapes, mulo.LOConfig(hidden_size=4)
-    return compare(cases, repeats, device)
+    return {"A step, ns/param (parameters in tensors)": compare(cases, repeats, device)}
 
 
 def bench_train(repeats: int, device: str) -> dict[str, Rows]:
@@ -208,26 +184,22 @@ def bench_export(repeats: int, device: str) -> dict[str, Rows]:
 
     rows, fc32 = {}, mulo.SmallFC(mulo.LOConfig(hidden_size=32))
     for name, net in (("mulo_m", mulo.load("mulo_m")), ("small_fc32", fc32)):
+        a, b = ([{"params": parameters_of([(1024, 1024)]), "scale": 1.0}] for _ in range(2))
+        runs = {"eager folded": mulo.MuLO(a, net, backend="folded").step}
         with tempfile.TemporaryDirectory() as folder:
-            exported = export.write(net, folder, name, ["onnx"])
-            for n in (1024, 1000):
-                a, b = ([{"params": parameters_of([(n, n)]), "scale": 1.0}] for _ in range(2))
-                runs = {"eager folded": mulo.MuLO(a, net, backend="folded").step}
-                runs["onnxruntime"] = serving.OrtMuLO(b, exported).step
-                row = {k: seconds * 1e9 / n**2 for k, seconds in race(runs, repeats).items()}
-                row["x eager"] = row["onnxruntime"] / row["eager folded"]
-                rows[f"{name}, {n}x{n}, H = {net.config.hidden_size}"] = row
+            runs["onnxruntime"] = serving.OrtMuLO(b, export.write(net, folder, name, ["onnx"])).step
+        row = {k: seconds * 1e9 / 2**20 for k, seconds in race(runs, repeats).items()}
+        row["x eager"] = row["onnxruntime"] / row["eager folded"]
+        rows[f"{name}, 1024x1024, H = {net.config.hidden_size}"] = row
     return {"A step, ns/param": rows}
 
 
-COMMANDS = {
-    "step": bench_step, "many": bench_many, "train": bench_train, "metatrain": bench_metatrain,
-    "export": bench_export,
-}  # fmt: skip
+BENCHES = (bench_step, bench_many, bench_train, bench_metatrain, bench_export)
+COMMANDS = {bench.__name__.removeprefix("bench_"): bench for bench in BENCHES}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure speed and memory of the step.")
+    parser = argparse.ArgumentParser(description="Measure the speed of the step.")
     parser.add_argument("command", choices=[*COMMANDS, "all"], help="what to measure")
     parser.add_argument("--repeats", type=positive, default=15, help="rounds (default: 15)")
     parser.add_argument("--device", default="cpu", help="cpu (default), or cuda for step and many")

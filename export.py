@@ -2,7 +2,7 @@
 
     python export.py mulo_m                    # writes exported/mulo_m.* and checks every file
     python export.py runs/mine/lo.pt --out DIR # any learned optimizer
-    python export.py --verify exported         # checks existing files
+    python export.py exported/mulo_m.json      # checks existing files
 
 A learned optimizer becomes one graph per kind of tensor, state in and state out:
 
@@ -28,7 +28,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, partialmethod
+from functools import partialmethod
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mulo
-from mulo import LO, LOConfig, checkpoints, features, kernels, roles
+from mulo import LO, LOConfig, checkpoints, features, roles
 from mulo.features import Accumulators, LossBuffer, Rates
 from mulo.kernels import folded
 
@@ -91,14 +91,14 @@ def shapes(config: LOConfig, kind: str) -> tuple[Shapes, Shapes]:
 class Graphs(nn.Module):
     """The graphs of a learned optimizer, as methods that take and return tensors in order."""
 
-    def __init__(self, lo: LO, *only: str):
+    def __init__(self, lo: LO, kind: str | None = None):  # None: all kinds
         super().__init__()
         self.config, velo = lo.config, lo.config.net == "velo"
         times = features.FRACTIONS if velo else features.TIMESCALES
         buffers = {"times": torch.tensor(times), "one": torch.ones(1)}
         rates = features.rates_of({"w0": torch.zeros(1, 1, 1)} if velo else mulo.stacked(lo))
         buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
-        if not velo or "hyper" in (only or kinds(lo.config)):  # VeLO's weights are inputs of a step
+        if not velo or kind in ("hyper", None):  # VeLO's weights are inputs of a step
             buffers |= mulo.stacked(lo)
         for k, x in buffers.items():
             self.register_buffer(k, x.detach().float().clone())
@@ -138,36 +138,42 @@ class Graphs(nn.Module):
 # ---------------------------------------------------------------- the formats
 
 
-def example(inputs: Shapes) -> tuple[Tensor, ...]:
-    return tuple(torch.rand([SIZES.get(d, d) for d in s]) for s in inputs.values())
+def random_inputs(config: LOConfig, kind: str, t: float = 7.0, **sizes: int) -> dict[str, Tensor]:
+    """Inputs of a graph for which updates are of size 1."""
+    generator, x = torch.Generator().manual_seed(0), {}
+    fixed = {"loss": 3.0, "num_steps": 1e3, "loss_decay": features.loss_decays(1000, bugged=False)}
+    fixed |= {"eps_scale": 1 / 64, "scale": 1 / (config.lam1 or 1), "decay": 0.01}
+    fixed |= {"t": t, "loss_count": t}
+    factors = {"p": 0.1, "g": 0.01, "M": 0.01, "V": 1e-4, "r": 1e-4, "c": 1e-4}
+    for name, shape in shapes(config, kind)[0].items():
+        v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
+        v = v.square() if name in ("V", "r", "c", "loss_means", "loss_low") else v
+        x[name] = fixed[name] + 0 * v if name in fixed else factors.get(name, 0.5) * v
+    return x
 
 
 def to_program(lo: LO, kind: str) -> torch.export.ExportedProgram:
     """torch.export of a graph; dynamic sizes may be 1 or more."""
-    graphs, (inputs, _) = Graphs(lo, kind), shapes(lo.config, kind)
-    free = {d: torch.export.Dim(d, min=1) for d in SIZES}
-    dims = [{k: free[d] for k, d in enumerate(s) if d in free} for s in inputs.values()]
+    graphs, free = Graphs(lo, kind), {d: torch.export.Dim(d, min=1) for d in SIZES}
+    inputs = shapes(lo.config, kind)[0].values()
+    dims = [{k: free[d] for k, d in enumerate(s) if d in free} for s in inputs]
+    example = tuple(random_inputs(lo.config, kind, **SIZES).values())
     graphs.forward = lambda *x: getattr(graphs, kind)(*x)  # torch.export traces forward
-    program = torch.export.export(graphs, example(inputs), dynamic_shapes=(tuple(dims),))
+    program = torch.export.export(graphs, example, dynamic_shapes=(tuple(dims),))
     debug = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "torch_fn")
     for node in program.graph.nodes:  # these contain local paths
         node.meta = {k: v for k, v in node.meta.items() if k not in debug}
     return program
 
 
-def to_pt2(lo: LO, kind: str, text: str) -> bytes:
-    buffer, files = io.BytesIO(), {"mulo.json": text}
-    torch.export.save(to_program(lo, kind), buffer, extra_files=files)
+def to_pt2(program: torch.export.ExportedProgram, text: str) -> bytes:
+    torch.export.save(program, buffer := io.BytesIO(), extra_files={"mulo.json": text})
     return buffer.getvalue()
-
-
-def to_onnx(lo: LO, kind: str, text: str) -> bytes:
-    return onnxgraphs.convert(to_program(lo, kind), kind, *shapes(lo.config, kind), {"mulo": text})
 
 
 def to_torchscript(lo: LO, text: str) -> bytes:
     """All graphs as methods of one traced module, without debug information."""
-    examples = {kind: example(shapes(lo.config, kind)[0]) for kind in kinds(lo.config)}
+    examples = {k: (*random_inputs(lo.config, k, **SIZES).values(),) for k in kinds(lo.config)}
     traced = torch.jit.trace_module(Graphs(lo), examples, check_trace=False)
     torch.jit.save(traced, buffer := io.BytesIO(), _extra_files={"mulo.json": text})
     slim = io.BytesIO()
@@ -246,27 +252,27 @@ def describe(lo: LO, name: str) -> dict:
 
 
 def write(
-    lo: LO,
-    out: str | Path,
-    name: str,
-    suffixes: Iterable[str] = ("onnx", "pt2", "ts"),
-    about: dict | None = None,  # saved along with the optimizer
+    lo: LO, out: str | Path, name: str, suffixes: Iterable[str] = ("onnx", "pt2", "ts")
 ) -> Path:
     """Write the files of a learned optimizer to a folder; returns its .json, written last."""
-    out, config = Path(out), describe(lo, name)
-    text, makers = json.dumps(config, separators=(",", ":")), {}
-    for kind in kinds(lo.config):
-        makers[f"{name}.{kind}.onnx"] = partial(to_onnx, lo, kind, text)
-        makers[f"{name}.{kind}.pt2"] = partial(to_pt2, lo, kind, text)
-    makers[f"{name}.ts"] = partial(to_torchscript, lo, text)
-    files = [file for file in makers if file.rpartition(".")[2] in suffixes]
+    out, config, files = Path(out), describe(lo, name), {}
+    text = json.dumps(config, separators=(",", ":"))
     out.mkdir(parents=True, exist_ok=True)
-    checkpoints.save(lo, out / f"{name}.pt", **(about or {}))
-    for file in tqdm(files, f"exporting {name}", unit="file"):
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            checkpoints.write_atomically(out / file, makers[file]())
-    files = f"{name}.pt", *files
-    config["sha256"] = {k: hashlib.sha256((out / k).read_bytes()).hexdigest() for k in files}
+    checkpoints.save(lo, out / f"{name}.pt")
+    files[f"{name}.pt"] = (out / f"{name}.pt").read_bytes()
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        for kind in tqdm(kinds(lo.config), f"exporting {name}", unit="graph"):
+            program, sides = to_program(lo, kind), shapes(lo.config, kind)
+            if "onnx" in suffixes:
+                onnx = onnxgraphs.convert(program, kind, *sides, {"mulo": text})
+                files[f"{name}.{kind}.onnx"] = onnx
+            if "pt2" in suffixes:
+                files[f"{name}.{kind}.pt2"] = to_pt2(program, text)
+        if "ts" in suffixes:
+            files[f"{name}.ts"] = to_torchscript(lo, text)
+    for file, content in files.items():
+        checkpoints.write_atomically(out / file, content)
+    config["sha256"] = {k: hashlib.sha256(content).hexdigest() for k, content in files.items()}
     content = json.dumps(config | {"contract": CONTRACT}, indent=1, ensure_ascii=False)
     checkpoints.write_atomically(out / f"{name}.json", content)
     return out / f"{name}.json"
@@ -275,92 +281,62 @@ def write(
 # ---------------------------------------------------------------- reading
 
 
-def read_config(text: str | bytes, path: str | Path) -> dict:
-    """The description in an exported file, if this code can read that version."""
-    try:
-        config = json.loads(text)
-        version = config["version"] if config["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError):
-        version = None
-    if version != VERSION:
-        reads = f"{path} has format version {version}, this code reads {VERSION} of {FORMAT}"
-        raise ValueError(f"{reads}: export the optimizer again.")
-    return config
+def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
+    """An exported .json, and the content of the files that it lists."""
 
+    def content(file: Path) -> bytes:
+        if not file.is_file():
+            raise FileNotFoundError(f"no file {file}: export the optimizer with export.py.")
+        return file.read_bytes()
 
-def sidecars(path: str | Path) -> list[tuple[Path, dict]]:
-    """Exported optimizers in a folder, or one given by its .json: paths and descriptions."""
     path = Path(path)
-    files = [f for f in sorted(path.glob("*.json")) if FORMAT in f.read_text(errors="ignore")]
-    files = [path] if path.is_file() else files
-    if not files:
-        raise FileNotFoundError(f"{path} has no exported optimizer: run export.py first.")
-    return [(f.resolve(), read_config(f.read_bytes(), f)) for f in files]
+    config = json.loads(content(path))
+    if (config.get("format"), config.get("version")) != (FORMAT, VERSION):
+        raise ValueError(f"{path} is not of {FORMAT} version {VERSION}: export it again.")
+    files = {name: content(path.parent / name) for name in config["sha256"]}
+    for name, sha256 in config["sha256"].items():
+        if hashlib.sha256(files[name]).hexdigest() != sha256:
+            raise ValueError(f"{name} is damaged or does not belong to {path}: export it again.")
+    return config, files
 
 
-def checked(folder: Path, name: str, config: dict) -> Path:
-    """The path of an exported file, after comparing its SHA-256 with the one in the .json."""
-    path = folder / name
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: export the optimizer again.")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != config["sha256"].get(name):
-        raise ValueError(f"{path} is damaged or does not belong to its .json: export it again.")
-    return path
-
-
-def open_graphs(path: Path, kinds: Iterable[str], device: str = "cpu") -> dict[str, Callable]:
-    """Those of the graphs that a file has, as functions from tensors to tensors.
-
-    ONNX graphs run on the device, the others on the CPU.
-    """
-    if path.suffix == ".ts":
-        module = torch.jit.load(path)
-        return {kind: getattr(module, kind) for kind in kinds}
-    kind = path.stem.rpartition(".")[2]
-    if path.suffix == ".pt2":
-        return {kind: torch.export.load(path).module()}
-    cuda = device.startswith("cuda")
-    settings = {"use_tf32": "0", "device_id": device.partition(":")[2] or "0"}
-    provider = ("CUDAExecutionProvider", settings) if cuda else "CPUExecutionProvider"
-    session = onnxruntime.InferenceSession(path, providers=[provider])
-    if cuda and session.get_providers()[0] != provider[0]:  # it fell back to the CPU
-        raise RuntimeError("onnxruntime cannot use CUDA here: pass --device cpu.")
+def open_graph(file: str, content: bytes, kind: str) -> Callable[..., Iterable[Tensor]]:
+    """A graph of an exported file, as a function from tensors to tensors."""
+    if file.endswith(".ts"):
+        return getattr(torch.jit.load(io.BytesIO(content)), kind)
+    if file.endswith(".pt2"):
+        return torch.export.load(io.BytesIO(content)).module()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [x.name for x in session.get_inputs()]
 
     def run(*inputs: Tensor) -> list[Tensor]:
         arrays = dict(zip(names, (x.numpy() for x in inputs), strict=True))
         return [torch.from_numpy(y) for y in session.run(None, arrays)]
 
-    return {kind: run}
+    return run
 
 
 # ---------------------------------------------------------------- checking
 
 CHECKED = {  # sizes, in the order of SIZES
-    "tensor": ("1 1 1 1000", "8 1 1 1", "2 3 5 7", "1 9 64 64", "1 1 3 65537", "1 1 333 1024"),
-    "vector": ("8 1 1 1", "3 1 1 5", "1 1 1 100001"),
-    "hyper": ("1 1 1 1 4", "1 1 1 1 11"),
+    "tensor": ("1x1x1x1000", "8x1x1x1", "2x3x5x7", "1x9x64x64", "1x1x3x65537", "1x1x333x1024"),
+    "vector": ("8x1x1x1", "3x1x1x5", "1x1x1x100001"),
+    "hyper": ("1x1x1x1x4", "1x1x1x1x11"),
 }
 CASES = {"first step": 0.0, "step 1e5": 1e5, "zero gradients": 7.0, "dead column": 7.0}  # name: t
 
 
 def cases(config: LOConfig, kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Named inputs to check a graph on; updates are of size 1."""
-    generator = torch.Generator().manual_seed(0)
-    fixed = {"loss": 3.0, "num_steps": 1e3, "loss_decay": features.loss_decays(1000, bugged=False)}
-    fixed |= {"eps_scale": 1 / 64, "scale": 1 / (config.lam1 or 1), "decay": 0.01}
-    factors = {"p": 0.1, "g": 0.01, "M": 0.01, "V": 1e-4, "r": 1e-4, "c": 1e-4}
+    """Named inputs to check a graph on."""
     for size, (case, t) in product(CHECKED[kind], CASES.items()):
-        sizes, x = dict(zip(SIZES, map(int, size.split()), strict=False)), {}
-        fixed |= {"t": t, "loss_count": t}
-        for name, shape in shapes(config, kind)[0].items():
-            v = torch.randn([sizes.get(d, d) for d in shape], generator=generator)
-            v = v.square() if name in ("V", "r", "c", "loss_means", "loss_low") else v
-            v = x[name] = fixed[name] + 0 * v if name in fixed else factors.get(name, 0.5) * v
-            if name in ("M", "V", "r", "c", "g"):
-                zero = case == "zero gradients" or (case == "first step" and name != "g")
-                (v if zero else v[..., 0] if case == "dead column" else v[:0]).zero_()
-        yield f"{size.replace(' ', 'x')}, {case}", x
+        sizes = dict(zip(SIZES, map(int, size.split("x")), strict=False))
+        x = random_inputs(config, kind, t, **sizes)
+        for v in (x[name] for name in ("M", "V", "r", "c", "g") if name in x):
+            if case == "dead column":
+                v[..., 0] = 0
+            elif case == "zero gradients" or (case == "first step" and v is not x["g"]):
+                v.zero_()
+        yield f"{size}, {case}", x
 
 
 def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[float, str]]:
@@ -380,22 +356,20 @@ def compare(lo: LO, kind: str, runs: dict[str, Callable]) -> dict[str, tuple[flo
 
 
 @torch.no_grad()
-def verify(path: Path, config: dict, device: str = "cpu") -> None:
+def verify(path: Path) -> None:
     """Compare every file that a .json lists with the float64 graph; raise if one differs."""
+    config, files = read(path)
     name, ignored = config["name"], {"torch": "", "contract": {}, "sha256": {}}
-    lo, wrong = checkpoints.load(checked(path.parent, f"{name}.pt", config)), []
+    lo, wrong = checkpoints.load(path.parent / f"{name}.pt"), []
     if config | ignored != json.loads(json.dumps(describe(lo, name))) | ignored:
         raise ValueError(f"{path} does not describe {name}.pt: export it again.")
-    runs = {kind: {} for kind in kinds(lo.config)}
-    for file in list(config["sha256"])[1:]:  # the first is the .pt
-        source = checked(path.parent, file, config)
-        with warnings.catch_warnings(action="ignore"):
-            for kind, run in open_graphs(source, runs, device).items():
-                runs[kind][file] = run
     print(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
-    for kind, files in runs.items():
-        for file, (error, case) in compare(lo, kind, files).items():
-            print(f"{file:24}{kind:10}{(path.parent / file).stat().st_size:8}{error:12.1e}  {case}")
+    for kind in kinds(lo.config):
+        own = [f"{name}.{kind}.onnx", f"{name}.{kind}.pt2", f"{name}.ts"]
+        with warnings.catch_warnings(action="ignore"):
+            runs = {file: open_graph(file, files[file], kind) for file in own if file in files}
+        for file, (error, case) in compare(lo, kind, runs).items():
+            print(f"{file:24}{kind:10}{len(files[file]):8}{error:12.1e}  {case}")
             if error > TOLERANCE:
                 wrong.append(f"{file}: {kind} is off by {error:.1e} at {case}: export it again.")
     if wrong:
@@ -405,27 +379,20 @@ def verify(path: Path, config: dict, device: str = "cpu") -> None:
 def main() -> None:
     about = "Write a learned optimizer for other runtimes, and check the files."
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("lo", nargs="?", help="a shipped name, such as mulo_m, or a file's path")
+    source = "a shipped name, such as mulo_m, or a file's path; an exported .json is only checked"
+    parser.add_argument("lo", help=source)
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")
-    parser.add_argument("--verify", metavar="DIR", help="only check the files in this folder")
-    where = f"where ONNX files are checked: {kernels.DEVICE_HELP}"
-    parser.add_argument("--device", default="auto", help=where)
     args = parser.parse_args()
-    if bool(args.lo) == bool(args.verify):
-        parser.error("give a learned optimizer to export, or --verify DIR")
     try:
-        device, sentence = kernels.pick_device(args.device)
-        print(sentence)
-        if args.lo:
+        path = Path(args.lo)
+        if path.suffix != ".json":
             source = checkpoints.find(args.lo)  # in a run it is lo.pt: use the folder's name
             name = source.parent.resolve().name if source.stem == "lo" else source.stem
-            lo, about = checkpoints.load(source), checkpoints.about(source)
-        written = sidecars(args.verify or write(lo, args.out, name, about=about))
-        for file, config in written:
-            verify(file, config, device)
+            path = write(checkpoints.load(source), args.out, name)
+        verify(path)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"export.py: {error}")
-    print(f"{written[-1][0]}: every file agrees with the float64 step within {TOLERANCE:g}.")
+    print(f"{path}: every file agrees with the float64 step within {TOLERANCE:g}.")
 
 
 if __name__ == "__main__":

@@ -4,19 +4,19 @@
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
 `OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run can switch between the
-two. State is kept in the graphs' memory layout: a step transposes only parameters and gradients.
-VeLO's LSTM stays in torch, because its loss features suffer from cancellation in float32.
+two. State is kept in the graphs' memory layout and updated in place: a step transposes and copies
+only parameters and gradients. VeLO's LSTM stays in torch, because its loss features suffer from
+cancellation in float32.
 
-On CUDA there is one session per shape, so that all sizes are constants, and one stream; the host
-syncs only in the checks of every 100th step. A session keeps 512 to 1,024 bytes per parameter of
-the tensors in its call.
+Graphs run where the parameters are, on the CPU or on CUDA. On CUDA there is one session per shape,
+so that all sizes are constants, and one stream; the host never waits for it. A session keeps 512 to
+1,024 bytes per parameter of its tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,19 +28,7 @@ from mulo import MuLO, Stack, Weights, checkpoints, export
 from mulo.export import onnxruntime
 from mulo.features import Accumulators, Dims, Numbers
 
-# Batch same-shaped tensors up to this many elements: what fits the cache, or 4 GB on CUDA.
-MAX_BATCH_ELEMENTS = {"cpu": 2**18, "cuda": 2**22}
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-
-
-def why_no_cuda() -> str:
-    """The reason onnxruntime could not load its CUDA provider (it only logs the reason)."""
-    for file in Path(onnxruntime.__file__).parent.glob("capi/*onnxruntime_providers_cuda.*"):
-        try:
-            onnxruntime.register_execution_provider_library("CUDA", str(file))
-        except Exception as error:  # of many types, none of them public
-            return str(error)
-    return f"its providers are {', '.join(onnxruntime.get_available_providers())}"
 
 
 @functools.cache
@@ -60,32 +48,31 @@ class Session:
         self,
         graph: str | Path | bytes,
         device: str | torch.device = "cpu",
-        threads: int | None = None,
         **sizes: int,  # fixed sizes b, e, m, n
     ):
-        self.device, self.sizes, self.stream = torch.device(device), sizes, None
+        self.device, self.sizes, self.stream, settings = torch.device(device), sizes, None, {}
         if self.device.type not in PROVIDERS:
-            raise ValueError(f"onnxruntime has no device '{self.device}': use 'cpu' or 'cuda'.")
+            raise ValueError(f"onnxruntime has no '{device}': move the model to the CPU or CUDA.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
-        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.intra_op_num_threads = torch.get_num_threads()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores for torch
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
-        provider, settings = PROVIDERS[self.device.type], {}
         if self.device.type == "cpu":
             options.log_severity_level = 4  # errors are raised; on CUDA, warnings help
         else:  # TF32 has 10 bits of mantissa; by default the arena doubles
+            self.stream = stream_on(self.device)
             settings = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
-            if torch.cuda.is_available():  # else opening the session fails
-                self.stream = stream_on(self.device)
-                self.device = self.stream.device  # with its index
-                settings["device_id"] = str(self.device.index or 0)
-                settings["user_compute_stream"] = str(self.stream.cuda_stream)
+            settings["device_id"] = str(self.device.index or 0)
+            settings["user_compute_stream"] = str(self.stream.cuda_stream)
             self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        provider = PROVIDERS[self.device.type]
         with self.current_device_kept():
-            self.session = self.open(graph, options, (provider, settings))
-        text = self.session.get_modelmeta().custom_metadata_map.get("mulo", "")
-        export.read_config(text, "the graph" if isinstance(graph, bytes) else graph)
+            arguments = graph, options, [(provider, settings)]
+            self.session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
+        if (providers := self.session.get_providers())[0] != provider:
+            fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or train on the CPU"
+            raise RuntimeError(f"onnxruntime cannot use CUDA here, only {providers}: {fix}.")
         self.inputs = {x.name: tuple(x.shape) for x in self.session.get_inputs()}
         self.outputs = {x.name: tuple(x.shape) for x in self.session.get_outputs()}
         self.binding = self.session.io_binding()
@@ -94,45 +81,28 @@ class Session:
         """onnxruntime changes the thread's current CUDA device; this restores it."""
         return torch.cuda.device(self.device) if self.stream else contextlib.nullcontext()
 
-    def open(self, graph, options, provider: tuple[str, dict[str, str]]):
-        """Return an onnxruntime.InferenceSession, or raise with onnxruntime's reason."""
-        try:
-            arguments = graph, options, [provider]
-            session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
-            if session.get_providers()[0] == provider[0]:
-                return session
-            reason = why_no_cuda()
-        except RuntimeError as error:  # CUDA has no driver or no GPU
-            reason = str(error)
-        cannot = f"onnxruntime {onnxruntime.__version__} cannot run on CUDA here ({reason})"
-        fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or pass device='cpu'"
-        raise RuntimeError(f"{cannot}: {fix}.")
-
     def check(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         """Raise unless these are inputs of the graph; returns the sizes b, e, m, n and T."""
         if wrong := sorted(inputs.keys() ^ self.inputs.keys()):
             raise ValueError(f"inputs must be {list(self.inputs)}: {wrong} are missing or unknown.")
         sizes = dict(self.sizes)
         for name, x in inputs.items():
-            shape = self.inputs[name]
-            pairs = zip(shape, x.shape, strict=False)
+            pairs = zip(self.inputs[name], x.shape, strict=False)
             sizes = {d: n for d, n in pairs if isinstance(d, str)} | sizes
-            fits = tuple(x.shape) == tuple(sizes.get(d, d) for d in shape) and x.numel()
+            shape = tuple(sizes.get(d, d) for d in self.inputs[name])
             right_kind = x.dtype == torch.float32 and x.device == self.device
-            if not (fits and right_kind and x.is_contiguous()):
-                wanted = f"contiguous float32 on {self.device}, not empty and {shape} with {sizes}"
-                given = f"{x.dtype} on {x.device}, {tuple(x.shape)}"
-                raise ValueError(f"{name} must be {wanted}, not {given}.")
+            if tuple(x.shape) != shape or not (right_kind and x.is_contiguous() and x.numel()):
+                wanted = f"contiguous float32 on {self.device}, not empty, {shape}"
+                raise ValueError(f"{name} must be {wanted}, not {x.dtype}, {tuple(x.shape)}.")
         return sizes
 
     def run(self, inputs: dict[str, Tensor], inplace: Iterable[str] = ()) -> dict[str, Tensor]:
         """Run the graph; the states named in `inplace` are overwritten by their new values."""
         sizes = self.check(inputs)
         outputs = {f"new_{k}": inputs[k] for k in inplace}
-        for k, shape in self.outputs.items():
-            if k not in outputs:
-                shape = [sizes.get(d, d) for d in shape]
-                outputs[k] = torch.empty(shape, dtype=torch.float32, device=self.device)
+        for k in self.outputs.keys() - outputs.keys():
+            shape = [sizes.get(d, d) for d in self.outputs[k]]
+            outputs[k] = torch.empty(shape, dtype=torch.float32, device=self.device)
         where = self.device.type, self.device.index or 0, np.float32
         for name, x in inputs.items():
             self.binding.bind_input(name, *where, tuple(x.shape), x.data_ptr())
@@ -149,14 +119,7 @@ class Session:
 
 def in_graph(x: Tensor, dims: Dims) -> Tensor:
     """A view with the axes m and n last."""
-    if dims is None or dims == (-2, -1):
-        return x
-    return x.mT if dims == (-1, -2) else x.movedim(dims, (-2, -1))
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether all entries are finite; a sum beyond float32 counts as not."""
-    return bool(torch.stack([x.sum(dtype=torch.float32) for x in tensors]).isfinite().all())
+    return x.movedim(dims, (-2, -1)) if dims else x
 
 
 class OrtMuLO(MuLO):
@@ -169,122 +132,72 @@ class OrtMuLO(MuLO):
         lr: float = 1.0,
         weight_decay: float = 0.0,
         num_steps: int | None = None,
-        device: str | torch.device = "cpu",
-        threads: int | None = None,
     ):
-        optimizers = export.sidecars(exported)
-        if len(optimizers) != 1:
-            raise ValueError(f"{exported} has {len(optimizers)} optimizers: give the .json of one.")
-        [(path, about)] = optimizers
-
-        def file(suffix: str) -> Path:
-            return export.checked(path.parent, f"{about['name']}.{suffix}", about)
-
-        self.requested, self.threads, self._sessions = torch.device(device), threads, {}
-        self.graphs = {kind: file(f"{kind}.onnx").read_bytes() for kind in ("vector", "tensor")}
-        lo = checkpoints.load(file("pt"))
+        about, files = export.read(exported)
+        name = about["name"]
+        self.graphs = {kind: files[f"{name}.{kind}.onnx"] for kind in ("vector", "tensor")}
+        self._sessions: dict[tuple, Session] = {}
+        lo = checkpoints.load(Path(exported).with_name(f"{name}.pt"))
         super().__init__(params, lo, lr, weight_decay, num_steps, backend="folded")
-        first = self.session("vector", (1, 1))  # opened now, so that errors are raised early
-        self.device = first.device  # with its index
 
-    def session(self, kind: str, shape: tuple[int, ...]) -> Session:
-        """The graph of this kind, opened when it is first needed; on CUDA, for this shape of p."""
+    def session(self, kind: str, p: Tensor) -> Session:
+        """The graph of this kind, opened when it is first needed; on CUDA, for the shape of p."""
         axes = "bemn" if kind == "tensor" else "bn"
-        sizes = dict(zip(axes, shape, strict=True)) if self.requested.type == "cuda" else {}
-        key = kind, *sizes.values()
+        sizes = {} if p.device.type == "cpu" else dict(zip(axes, p.shape, strict=True))
+        key = kind, p.device, *sizes.values()
         if key not in self._sessions:
-            options = self.requested, self.threads
-            self._sessions[key] = Session(self.graphs[kind], *options, **sizes)
+            self._sessions[key] = Session(self.graphs[kind], p.device, **sizes)
         return self._sessions[key]
 
     def __getstate__(self) -> dict:
-        names = ("requested", "device", "threads", "graphs")
-        return super().__getstate__() | {k: getattr(self, k) for k in names} | {"_sessions": {}}
-
-    def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
-        """Check the parameters before anything is changed."""
-        params = super()._with_gradients()
-        for p, _ in params:
-            if p.device != self.device:
-                where = f"a parameter is on {p.device}, the optimizer on '{self.device}'"
-                raise RuntimeError(f"{where}: move the model, or pass OrtMuLO the device.")
-            if p.dtype == torch.float64:
-                fix = "use mulo.MuLO for float64 parameters"
-                raise RuntimeError(f"exported graphs are float32: {fix}.")
-        due = self.requested.type == "cpu" or self.param_groups[0]["step"] % 100 == 0  # it syncs
-        if params and due and not all_finite([p.detach() for p, _ in params]):
-            raise ValueError("a parameter has NaN or infinite entries: go back to a checkpoint.")
-        return params
+        return super().__getstate__() | {"graphs": self.graphs, "_sessions": {}}
 
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
         """As in MuLO, but with state in the graphs' memory layout: steps need not transpose it."""
-        stack, state = super()._stack(p, group), self.state[p]
-        if state["c"] is state["r"]:  # of a vector; graphs write both in place
-            state["c"] = state["r"].clone()
-            stack = super()._stack(p, group)
-        views = [in_graph(x, stack.dims) for x in stack.acc]
-        if all(x.is_contiguous() for x in views):
+        stack = super()._stack(p, group)
+        if stack.dims is None or in_graph(stack.acc.M, stack.dims).is_contiguous():
             return stack
-        for k, x in zip(Accumulators._fields, views, strict=True):
-            self.state[p][k] = x.contiguous().movedim((-2, -1), stack.dims)[0]
+        for k, x in stack.acc._asdict().items():
+            x = in_graph(x, stack.dims).contiguous()
+            self.state[p][k] = x.movedim((-2, -1), stack.dims)[0]
         return super()._stack(p, group)
 
     def _advance(
         self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], numbers: Numbers
     ) -> Tensor | int:
         """Run the graphs on all tensors; returns how many gradient entries are not finite."""
-        by_shape: dict[tuple, list[int]] = {}
-        for n, x in enumerate(stacks):
-            by_shape.setdefault(in_graph(x.p, x.dims).shape, []).append(n)
-        for shape, members in by_shape.items():
-            size = max(1, MAX_BATCH_ELEMENTS[self.requested.type] // math.prod(shape))
-            for start in range(0, len(members), size):
-                self._run(stacks, grads, weights, numbers, members[start : start + size])
-        if self.requested.type == "cpu" and all_finite(grads):
-            return 0
+        if any(x.shards or x.p.dtype == torch.float64 for x in stacks):
+            fix = "use mulo.MuLO for sharded or float64 parameters"
+            raise RuntimeError(f"exported graphs take whole tensors in float32: {fix}.")
+        for n, (stack, g) in enumerate(zip(stacks, grads, strict=True)):
+            inputs = {k: row[0, n : n + 1] for k, row in numbers._asdict().items()}
+            if self.lo.config.eps != "fan_in":
+                del inputs["eps_scale"]
+            if self.lo.config.net == "velo":
+                inputs |= {k: w[0, n : n + 1].contiguous() for k, w in weights.phi.items()}
+                inputs["features"] = torch.zeros(1, 12, dtype=torch.float32, device=g.device)
+            self._run(stack, g, inputs)
         return sum((~g.isfinite()).sum() for g in grads)
 
-    def _run(
-        self,
-        stacks: list[Stack],
-        grads: list[Tensor],
-        weights: Weights,
-        numbers: Numbers,  # (1, T) each
-        index: list[int],  # of tensors with one shape in the graph
-    ) -> None:
-        """Run the graph once for the tensors of this index, and store its results."""
-        batch, config = [stacks[n] for n in index], self.lo.config
-        kind = "tensor" if batch[0].dims else "vector"
-        views = {"p": [in_graph(x.p, x.dims) for x in batch]}
-        views |= {k: [in_graph(getattr(x.acc, k), x.dims) for x in batch] for k in "MVrc"}
-
-        def gather(parts: list[Tensor]) -> Tensor:
-            if len(parts) > 1:
-                x = torch.cat(parts).float()
-            else:  # torch transposes fast if there are two axes
-                x = parts[0].squeeze().float().contiguous().view(parts[0].shape)
-            lead = x.ndim - batch[0].p.ndim + 1  # e is all axes between these and m
-            return x if kind == "vector" else x.reshape(*x.shape[:lead], -1, *x.shape[-2:])
-
-        inputs = {k: gather(parts) for k, parts in views.items()}
-        inputs["g"] = gather([in_graph(grads[n], stacks[n].dims) for n in index])
-        for name, row in numbers._asdict().items():
-            if name != "eps_scale" or config.eps == "fan_in":
-                inputs[name] = torch.cat([row[0, n : n + 1] for n in index])  # a list would sync
-        if config.net == "velo":
-            phi = weights.phi.items()
-            inputs |= {k: torch.cat([w[0, n : n + 1] for n in index]) for k, w in phi}
-            inputs["features"] = inputs["p"].new_zeros(len(index), 12)
-        # The graph reads a state only to compute its new value, which may overwrite it.
-        inplace = [k for k in "MVrc" if inputs[k].data_ptr() == views[k][0].data_ptr()]
-        outputs = self.session(kind, inputs["p"].shape).run(inputs, inplace)
-        for k in views.keys() - set(inplace):
-            old, new = views[k], outputs[f"new_{k}"].reshape(-1, *views[k][0].shape[1:])
-            if len(old) > 1:
-                torch._foreach_copy_(old, new.split(1))
-            else:  # torch copies fast to a contiguous target
-                a, b = old[0].squeeze(), new.squeeze()
-                a.T.copy_(b.T) if a.ndim == 2 else a.copy_(b)
+    def _run(self, stack: Stack, g: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Run a tensor's graph, with the other inputs that are given, and store its results."""
+        p, g = (in_graph(x[0], stack.dims) for x in (stack.p, g))  # (..., m, n) or (n,)
+        shape = (1, -1, *p.shape[-2:]) if stack.dims else (1, -1)
+        inputs |= {k: x.float().contiguous().view(shape) for k, x in (("p", p), ("g", g))}
+        for k, x in stack.acc._asdict().items():
+            if stack.dims:
+                lead = x.shape[: x.ndim - p.ndim]  # (1, 3); V: (1,)
+                x = in_graph(x, stack.dims)
+                x = x.view(*lead, -1, *x.shape[-2:])
+            inputs[k] = x
+        # The graph reads a state only to compute its new value, which may overwrite it, unless r
+        # and c are one array, as in vectors.
+        inplace = Accumulators._fields if stack.dims else ("M", "V")
+        session = self.session("tensor" if stack.dims else "vector", inputs["p"])
+        outputs = session.run(inputs, inplace)
+        p.copy_(outputs["new_p"].view(p.shape))
+        for k in set(Accumulators._fields) - set(inplace):
+            inputs[k].copy_(outputs[f"new_{k}"])
 
     def _param_scale(self, mean_square: Tensor) -> Tensor:
         return torch.ones_like(mean_square)  # the graph multiplies by RMS(W)
