@@ -495,7 +495,3 @@ def tensor_features(statistics: Tensor, rank: Tensor) -> Tensor:
     """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (..., 12)."""
     rank = rank.expand(*statistics.shape[:-1], 5)
     return torch.cat([statistics[..., 1:2], rank, statistics[..., 2:]], -1)
-
-
-if __name__ == "__main__":
-    raise SystemExit("features.py is a module, not a command: use `from mulo import features`.")
