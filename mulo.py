@@ -214,7 +214,8 @@ class MuLO(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        """Clear the caches of `_stack` and `_weights_on`."""
+        """Clear the caches of `_stack` and `_weights_on`, and which warnings were given."""
+        self._warned: set[str] = set()
         self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
         self._weights: dict[torch.device, tuple[tuple, Phi, Weights | Phi]] = {}
 
@@ -231,7 +232,12 @@ class MuLO(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for doubt in roles.doubts(given, self.lo.mup, self.defaults):
-            roles.warn(doubt)
+            self._warn_once(doubt)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            roles.warn(message)
 
     @torch._disable_dynamo  # torch.compiler.disable imports dynamo, which takes seconds
     @torch.no_grad()
@@ -250,7 +256,9 @@ class MuLO(torch.optim.Optimizer):
         if loss is None and not self.state and self._only_creates_state(params):
             return None
         if not params and any(group["params"] for group in self.param_groups):
-            roles.warn("step() found no gradient (FSDP1 replaces parameters: use fully_shard).")
+            self._warn_once(
+                "step() found no gradient (FSDP1 replaces parameters: use fully_shard)."
+            )
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         stacks = [self._stack(p, group) for p, group in params]
@@ -350,7 +358,7 @@ class MuLO(torch.optim.Optimizer):
             if shards and self.backend == "kernel":
                 raise ValueError('kernels do not take sharded parameters: pass backend="auto".')
             if shards and self.backend == "auto":
-                roles.warn(
+                self._warn_once(
                     "MuLO steps sharded parameters without a kernel, several times slower: "
                     'pass backend="folded" to silence this warning.'
                 )
@@ -423,7 +431,7 @@ class MuLO(torch.optim.Optimizer):
         """Reading the counter syncs a GPU, so check every 100 steps there."""
         on_cpu = all(device.type == "cpu" for device in self._nonfinite)
         if (on_cpu or self.param_groups[0]["step"] % 100 == 0) and self.nonfinite:
-            roles.warn(
+            self._warn_once(
                 "NaN or infinite gradient entries were replaced by 0 (opt.nonfinite counts them): "
                 "look for an overflow in the loss, or skip such steps."
             )

@@ -191,7 +191,7 @@ def worker(rank, port, folder):
             if how == "fsdp2":
                 check_fsdp2(rank, name, net, opt, folder)
     said = [w.filename for w in caught if "sharded parameters without a kernel" in str(w.message)]
-    assert said == [__file__]
+    assert set(said) == {__file__}
     check_a_process_without_tensors()
     check_padding_rows_stay_zero()
     for use_orig_params in (True, False):
