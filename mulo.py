@@ -246,7 +246,7 @@ class MuLO(torch.optim.Optimizer):
     ) -> Tensor | float | None:
         """Update every parameter that has a gradient; return the loss, if one was passed."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("capture forward and backward in CUDA graphs, not MuLO.step.")
+            raise RuntimeError("MuLO.step cannot be captured: capture forward and backward only.")
         if closure is not None:
             if loss is not None or not callable(closure):
                 raise TypeError("step takes a closure or the loss: write step(loss=loss).")
@@ -256,9 +256,7 @@ class MuLO(torch.optim.Optimizer):
         if loss is None and not self.state and self._only_creates_state(params):
             return None
         if not params and any(group["params"] for group in self.param_groups):
-            self._warn_once(
-                "step() found no gradient (FSDP1 replaces parameters: use fully_shard)."
-            )
+            self._warn_once("step() found no gradient (FSDP1 hides them: use fully_shard).")
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         stacks = [self._stack(p, group) for p, group in params]
