@@ -63,8 +63,7 @@ def find(name: str | os.PathLike) -> Path:
         if path.is_file():
             return path
     shipped = ", ".join(sorted(f.stem for f in SHIPPED.glob("*.pt")))
-    fix = f"give a file's path or a shipped name ({shipped})"
-    raise FileNotFoundError(f"no learned optimizer {str(name)!r}: {fix}.")
+    raise FileNotFoundError(f"no file {str(name)!r}: give a path or a shipped name ({shipped}).")
 
 
 def load(name: str | os.PathLike, **changes) -> LO:
@@ -78,25 +77,22 @@ def load(name: str | os.PathLike, **changes) -> LO:
         return _load_npz(path, changes)
     content = read(path)
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        fix = "use that release, or mulo.from_pylo or from_reference for others' weights"
-        raise ValueError(f"{path} was not written by mulo.save of this release: {fix}.")
-    fields = content.get("config")
-    if isinstance(fields, dict) and fields.pop("multipliers", False):
-        raise ValueError(f"{path} has learned multipliers: use the release that made it.")
+        raise ValueError(
+            f"{path} was not written by mulo.save: see mulo.from_pylo, from_reference."
+        )
     try:
+        unused = "multipliers", False  # in shipped files
+        fields = dict(x for x in content["config"].items() if x != unused)
         config, weights = LOConfig(**fields), content["weights"]
         if content["sha256"] != _sha256(fields, weights):
             raise ValueError("its checksum is wrong")
-        inputs = weights["bank_w0" if config.net == "velo" else "w0"].shape[-2]
-        lo = build(config, weights) if inputs == config.num_features else None
+        inputs, now = weights.get("w0", weights.get("bank_w0")).shape[-2], config.num_features
+        if inputs != now:
+            raise ValueError(f"meta-trained with {inputs} features, this code has {now}")
+        lo = build(config, weights)
     except Exception as error:  # a file may hold anything
         reason = str(error).partition("\n")[0]  # torch adds a stack trace
-        problem = f"is damaged or of another release ({reason})"
-        raise ValueError(f"{path} {problem}: get it again.") from None
-    if lo is None:
-        made = f"was meta-trained with {inputs} features, this code has {config.num_features}"
-        fix = "meta-train again, or use the release that made it"
-        raise ValueError(f"{path} {made}: {fix}.")
+        raise ValueError(f"{path} is damaged or of another release ({reason}).") from None
     lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
     return lo.with_config(**changes) if changes else lo
 
@@ -130,10 +126,9 @@ def read(path: Path) -> dict:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises many exception types
-        reason = "is damaged, or holds more than tensors and plain values and may run code"
-        raise ValueError(f"{path} {reason}: it was not read, get it again.") from error
+        raise ValueError(f"{path} was not read: it is damaged, or may run code.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, no weights: get another file.")
+        raise ValueError(f"{path} holds a {type(content).__name__}, no weights.")
     return content
 
 
@@ -220,14 +215,11 @@ def from_pylo(
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {str(path)!r}: give a .safetensors or .pt file's path.")
+        raise FileNotFoundError(f"there is no file {str(path)!r}.")
     if path.suffix == ".safetensors":
         import safetensors.torch
 
-        try:
-            weights = safetensors.torch.load_file(path)
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is truncated or not safetensors: get it again.") from error
+        weights = safetensors.torch.load_file(path)
     else:
         weights = read(path)
     hidden = sum(f"network.linear_{k}.weight" in weights for k in range(len(weights)))
@@ -239,7 +231,3 @@ def from_pylo(
         raise ValueError(f"{path} has no {error}: it is not PyLO's MetaMLP state_dict.") from None
     arrays |= {"momentum_decays": momentum_decays, "rms_decays": rms_decays}
     return from_reference(arrays | {"adafactor_decays": adafactor_decays}, **config)
-
-
-if __name__ == "__main__":
-    raise SystemExit("checkpoints.py is a module, not a command: use `import mulo`.")

@@ -447,11 +447,6 @@ def loss_features(
     return LossBuffer(means, low, n.squeeze(-1)), x
 
 
-def squash(x: Tensor) -> Tensor:
-    """c_1 clip(log(c_2 x), -tau, tau) with c_1 = 1/2, c_2 = 10, tau = 5, as the paper sets them."""
-    return 0.5 * (1e-8 + (10 * x).abs()).log().clamp(-5, 5)
-
-
 def mean_square(p: Tensor) -> Tensor:
     """Mean of p^2 of each tensor, (S,)."""
     return mean_all(wide(p).flatten(1).square())
@@ -480,8 +475,9 @@ def tensor_statistics(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
     var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
     var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))
     var_rms = var_V + (mean_V - mean_M).square()
-    x = [mean_V * inv_rms, var_M * inv_rms.square(), var_rms * inv_rms.square()]
-    return torch.cat([ms, squash(torch.cat(x, -1))], -1)
+    x = torch.cat([mean_V * inv_rms, var_M * inv_rms.square(), var_rms * inv_rms.square()], -1)
+    # c_1 clip(log(c_2 x), -tau, tau) with c_1 = 1/2, c_2 = 10, tau = 5, as the paper sets them
+    return torch.cat([ms, 0.5 * (1e-8 + (10 * x).abs()).log().clamp(-5, 5)], -1)
 
 
 def rank_one_hot(shapes: list[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -495,7 +491,3 @@ def tensor_features(statistics: Tensor, rank: Tensor) -> Tensor:
     """mean_rms (1), rank one-hot (5), var_mom (3) and var_rms (3) of each tensor: (..., 12)."""
     rank = rank.expand(*statistics.shape[:-1], 5)
     return torch.cat([statistics[..., 1:2], rank, statistics[..., 2:]], -1)
-
-
-if __name__ == "__main__":
-    raise SystemExit("features.py is a module, not a command: use `from mulo import features`.")

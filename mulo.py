@@ -32,7 +32,7 @@ __path__ = [os.path.dirname(os.path.abspath(__file__))]  # files beside this one
 
 from mulo import features, kernels, roles
 from mulo.checkpoints import from_pylo, from_reference, load, save
-from mulo.features import Accumulators, Dims, Eps, LossBuffer, Numbers, Phi, Rates, trailing
+from mulo.features import Accumulators, Dims, Eps, Numbers, Phi, Rates, trailing
 from mulo.kernels import folded, sharded
 from mulo.nets import LO, LOConfig, SmallFC, VeLO, generate, mlp, stacked
 from mulo.nets import NETS as NETS  # not public, but used by other modules
@@ -203,23 +203,19 @@ class MuLO(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             raise TypeError("params must not be a model: use mulo.param_groups(model, roles).")
         if backend not in kernels.BACKENDS:
-            choices = ", ".join(kernels.BACKENDS)
-            raise ValueError(f"unknown backend {backend!r}: use one of {choices}.")
+            raise ValueError(f"unknown backend {backend!r}: use one of {kernels.BACKENDS}.")
         self.lo, self.num_steps, self.backend = lo, num_steps, backend
         self.distributed = distributed
         self._nonfinite: dict[torch.device, Tensor] = {}
-        self._warned: set[str] = set()
         self._forget()
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
         defaults |= {"fan_in": 1, "out_axis": 0, "freeze_zero_grad": False, "annealed_to": 0}
-        super().__init__(params, defaults | roles.UNSCALED)
-
-    def __repr__(self) -> str:
-        head = f"{type(self).__name__} ({self.lo.config.net})"
-        return f"{head}\n{roles.group_table(self.param_groups)}"
+        defaults |= {"kind": "hidden", "area": 1}
+        super().__init__(params, defaults)
 
     def _forget(self) -> None:
-        """Clear the caches of `_stack` and `_weights_on`."""
+        """Clear the caches of `_stack` and `_weights_on`, and which warnings were given."""
+        self._warned: set[str] = set()
         self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
         self._weights: dict[torch.device, tuple[tuple, Phi, Weights | Phi]] = {}
 
@@ -238,9 +234,9 @@ class MuLO(torch.optim.Optimizer):
         for doubt in roles.doubts(given, self.lo.mup, self.defaults):
             self._warn_once(doubt)
 
-    def _warn_once(self, message: str, key: str = "") -> None:
-        if (key or message) not in self._warned:
-            self._warned.add(key or message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             roles.warn(message)
 
     @torch._disable_dynamo  # torch.compiler.disable imports dynamo, which takes seconds
@@ -250,9 +246,7 @@ class MuLO(torch.optim.Optimizer):
     ) -> Tensor | float | None:
         """Update every parameter that has a gradient; return the loss, if one was passed."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "MuLO.step cannot be captured in a CUDA graph: capture forward and backward only."
-            )
+            raise RuntimeError("MuLO.step cannot be captured: capture forward and backward only.")
         if closure is not None:
             if loss is not None or not callable(closure):
                 raise TypeError("step takes a closure or the loss: write step(loss=loss).")
@@ -262,14 +256,10 @@ class MuLO(torch.optim.Optimizer):
         if loss is None and not self.state and self._only_creates_state(params):
             return None
         if not params and any(group["params"] for group in self.param_groups):
-            self._warn_once(
-                "step() found no gradient: call it after loss.backward(), on parameters of the "
-                "model as it is (FSDP1 replaces them: use fully_shard, FSDP2)."
-            )
+            self._warn_once("step() found no gradient (FSDP1 hides them: use fully_shard).")
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         stacks = [self._stack(p, group) for p, group in params]
-        freezes = any(group["freeze_zero_grad"] for group in self.param_groups)
         phi, alpha = self._generate(params, stacks, loss) if velo else ({}, None)
         for device in dict.fromkeys(p.device for p, _ in params):
             on_device = [k for k, (p, _) in enumerate(params) if p.device == device]
@@ -285,7 +275,7 @@ class MuLO(torch.optim.Optimizer):
             grads = [sharded.local_grad(params[k][0]).view_as(stacks[k].p) for k in on_device]
             kept = [
                 (stacks[k].p, stacks[k].p.clone(), g == 0)
-                for k, g in (zip(on_device, grads, strict=True) if freezes else ())
+                for k, g in zip(on_device, grads, strict=True)
                 if params[k][1]["freeze_zero_grad"]
             ]
             bad = self._advance(backend, weights, [stacks[k] for k in on_device], grads, numbers)
@@ -306,8 +296,7 @@ class MuLO(torch.optim.Optimizer):
         members = ((p, group) for group in self.param_groups for p in group["params"])
         params = [(p, group) for p, group in members if p.grad is not None and p.numel()]
         if sparse := [roles.name_of(*x) for x in params if x[0].grad.layout != torch.strided]:
-            fix = f"build the layer of parameter {sparse[0]} with sparse=False"
-            raise RuntimeError(f"MuLO takes dense gradients only: {fix}.")
+            raise RuntimeError(f"parameter {sparse[0]} has sparse gradients: pass sparse=False.")
         return params
 
     def _only_creates_state(self, params: list[tuple[nn.Parameter, dict]]) -> bool:
@@ -367,7 +356,7 @@ class MuLO(torch.optim.Optimizer):
             if shards and self.backend == "kernel":
                 raise ValueError('kernels do not take sharded parameters: pass backend="auto".')
             if shards and self.backend == "auto":
-                roles.warn_once(
+                self._warn_once(
                     "MuLO steps sharded parameters without a kernel, several times slower: "
                     'pass backend="folded" to silence this warning.'
                 )
@@ -437,13 +426,12 @@ class MuLO(torch.optim.Optimizer):
         return sum(int(n) for n in self._nonfinite.values())
 
     def _warn_nonfinite(self) -> None:
-        """Warn once. Reading the counter syncs a GPU, so check every 100 steps there."""
+        """Reading the counter syncs a GPU, so check every 100 steps there."""
         on_cpu = all(device.type == "cpu" for device in self._nonfinite)
         if (on_cpu or self.param_groups[0]["step"] % 100 == 0) and self.nonfinite:
             self._warn_once(
-                f"{self.nonfinite} gradient entries were NaN or infinite and were replaced by 0: "
-                "look for an overflow in the loss, or skip such steps (see MuLO.nonfinite).",
-                key="nonfinite",
+                "NaN or infinite gradient entries were replaced by 0 (opt.nonfinite counts them): "
+                "look for an overflow in the loss, or skip such steps."
             )
 
     def _match_state(self, state_dict: dict) -> list[tuple[nn.Parameter, dict]]:
@@ -451,57 +439,37 @@ class MuLO(torch.optim.Optimizer):
         groups, state = ((state_dict or {}).get(k) for k in ("param_groups", "state"))
         if groups is None or state is None or not all("scale" in group for group in groups):
             raise ValueError("this is not a state_dict of MuLO: load one that MuLO returned.")
-        fix = "build the model, param groups and learned optimizer of the run that saved it."
         ours, theirs = ([len(g["params"]) for g in x] for x in (self.param_groups, groups))
         if ours != theirs:
-            raise ValueError(
-                f"the state_dict has groups of {theirs} parameters, not of {ours}: {fix}"
-            )
+            raise ValueError(f"the state_dict has groups of {theirs} parameters, not of {ours}.")
         ids = [k for group in groups for k in group["params"]]
         params = [(p, group) for group in self.param_groups for p in group["params"]]
-        saved, memory = [], state.get("loss")  # of an older file: one memory, beside the parameters
-        memory = {"loss": features.pack_loss_buffer(LossBuffer(**memory))} if memory else {}
+        saved = []
         for k, (p, group) in zip(ids, params, strict=True):
             if state.get(k):
                 new = self.new_state(torch.empty_like(p, device="meta"), group["out_axis"])
-                mine = memory | state[k]
-                shapes = {name: getattr(x, "shape", None) for name, x in mine.items()}
+                shapes = {name: getattr(x, "shape", None) for name, x in state[k].items()}
                 if shapes != {name: x.shape for name, x in new.items()}:
                     name = roles.name_of(p, group)
-                    raise ValueError(f"the saved state of parameter {name} does not fit it: {fix}")
-                saved.append((p, mine))
+                    raise ValueError(f"the saved state of parameter {name} does not fit it.")
+                saved.append((p, state[k]))
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state_dict to continue bit for bit. State stays float32 for bf16 parameters."""
         saved = self._match_state(state_dict)
-        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        state_dict = state_dict | {"param_groups": [ours | theirs for ours, theirs in pairs]}
         super().load_state_dict(state_dict)  # casts to the p's dtype
         for p, state in saved:
-            tensors = {
-                k: x.detach().to(p.device, torch.float32, copy=True) for k, x in state.items()
-            }
-            self.state[p] = {k: x.contiguous() for k, x in tensors.items()}
+            for k, x in state.items():
+                x = x.detach().to(p.device, torch.float32, copy=True)
+                self.state[p][k] = x.contiguous()
             if p.ndim < 2:
                 self.state[p]["c"] = self.state[p]["r"]  # as in new_state
-        self.state.pop("loss", None)
 
     def __getstate__(self) -> dict:
-        names = ("lo", "num_steps", "backend", "distributed", "_nonfinite", "_warned")
+        names = ("lo", "num_steps", "backend", "distributed", "_nonfinite")
         return super().__getstate__() | {k: self.__dict__[k] for k in names}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.__dict__ = {"distributed": True, "_warned": set()} | self.__dict__
-        for group in self.param_groups:
-            group.setdefault("freeze_zero_grad", False)
-        if memory := self.state.pop("loss", None):  # of an older pickle
-            memory = features.pack_loss_buffer(LossBuffer(**memory))
-            for p_state in self.state.values():
-                p_state["loss"] = memory
         self._forget()
-
-
-if __name__ == "__main__":
-    raise SystemExit("mulo.py is a module, not a command: use `import mulo`.")

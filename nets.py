@@ -226,7 +226,3 @@ def generate(
     x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
     h, cell = lstm_step(phi, x, h, cell, share)
     return memory, h, cell, *hypernetwork(config, phi, h)
-
-
-if __name__ == "__main__":
-    raise SystemExit("nets.py is a module, not a command: use `from mulo import nets`.")

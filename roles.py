@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
+import traceback
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -51,13 +51,10 @@ def power(role: str, rule: str, rules: Iterable[str]) -> int:
     return getattr(RULES[role] if rule in rules else SP, rule)
 
 
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
-LAYERS = (nn.Linear, *CONVS, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+CONV, TRANSPOSED = nn.modules.conv._ConvNd, nn.modules.conv._ConvTransposeNd
+LAYERS = (nn.Linear, CONV, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-NORMS += (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 PREFIXES = ("", "_orig_mod", "_checkpoint_wrapped_module")  # not part of a name
 
@@ -89,7 +86,7 @@ class Weight(NamedTuple):
     @property
     def area(self) -> int:
         """The kernel area of a convolution, 1 for other weights."""
-        return math.prod(self.param.shape[2:]) if isinstance(self.module, CONVS) else 1
+        return math.prod(self.param.shape[2:]) if isinstance(self.module, CONV) else 1
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -136,8 +133,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
                 owner = module if kind == "table" else w.module
                 w = w._replace(module=owner, kind="table", out_axis=1)
             elif w.kind != kind:
-                rules = f"μP scales {kind} and {w.kind} parameters differently"
-                raise ValueError(f"{name!r} is tied to {w.name!r}, but {rules}: untie them.")
+                raise ValueError(f"{name!r} is tied to {w.name!r}, a {w.kind}: untie them.")
             w.layers.extend([module] * (kind == "layer"))
             weights[id(p)] = w
     return list(weights.values())
@@ -157,24 +153,20 @@ def infer_roles(
     """
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError("build must be a function that makes your model, given a width.")
-    if not isinstance(width, Integral) or width < 1:
-        raise ValueError(f"width must be a positive integer, not {width!r}.")
     try:
         with torch.device(device):
-            small, large = (weights_of(build(w)) for w in (width, 2 * width))
+            models = build(width), build(2 * width)
     except Exception as error:
-        if device != "meta" or not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
-            raise
-        fix = "pass device='cpu', or write the roles by hand"
-        raise ValueError(f"build({width}) failed on the meta device ({error}): {fix}.") from error
-    models = f"build({width}) and build({2 * width})"
+        if device == "meta":
+            error.add_note("build ran on the meta device: pass device='cpu' if it reads values.")
+        raise
+    small, large = map(weights_of, models)
     if differing := sorted({w.name for w in small} ^ {w.name for w in large}):
-        fix = "let only widths depend on the argument"
-        raise ValueError(f"{models} do not have the same parameters ({differing[0]!r}): {fix}.")
+        raise ValueError(f"parameter {differing[0]!r} exists at one of two widths only.")
     pairs = list(zip(small, large, strict=True))
     growing = {a.name for a, b in pairs if a.param.shape != b.param.shape}
     if not growing:
-        raise ValueError(f"no parameter grows between {models}: use the width in build.")
+        raise ValueError(f"no parameter grows from build({width}) to build({2 * width}).")
     roles = {a.name: _role(a, b) for a, b in pairs}
     _warn_of_doubts(small, roles, growing)
     return roles
@@ -189,26 +181,14 @@ def _role(small: Weight, large: Weight) -> str:
     if small.kind in ("vector", "table") or sum(grows) < 1 + (small.kind == "bare"):
         return "input"
     if any(grows[2:]) and small.groups == 1:
-        leaf = small.name.rpartition(".")[2]
         raise ValueError(
-            f"{small.name!r} {shape} grows along an axis after the second, which fits no role: set "
-            f"out_axis = {{{leaf!r}: -2}} on its module if it is a stack of matrices (out, in), -1 "
-            "if (in, out), else write the roles by hand and its scale into its param group."
+            f"{small.name!r} {shape} grows along its third axis, which fits no role: if it is a "
+            "stack of matrices W, set out_axis = {'W': -2} on its module; -1 if W is (in, out)."
         )
     if small.fan_in == large.fan_in:
         return "input"
     fan_outs = {w.param.shape[w.out_axis] * w.groups for w in (small, large)}
     return "output" if len(fan_outs) == 1 else "hidden"
-
-
-DOUBTS = (
-    "taken as tables (input), such as positions: if they multiply, give them the role 'hidden' or, "
-    "as a readout, use mulo.Readout",
-    "taken as (out, in): if they are (in, out), as in x @ W, set out_axis = {'W': 1} on their "
-    "module, else {'W': 0}",
-    "outputs, which are zeroed and divided by fan_in: if they are not all heads, let build scale "
-    "every inner size with the width, or give the others the role 'hidden'",
-)
 
 
 def _warn_of_doubts(weights: list[Weight], roles: dict[str, str], growing: set[str]) -> None:
@@ -219,11 +199,17 @@ def _warn_of_doubts(weights: list[Weight], roles: dict[str, str], growing: set[s
     layers = [w.name for w in weights if w.kind == "layer" or roles[w.name] != "input"]
     outputs = [name for name in layers if roles[name] == "output"]
     outputs = outputs if outputs != layers[-1:] else []  # no doubt: one output, the last layer
-    for names, doubt in zip((tables, matrices, outputs), DOUBTS, strict=True):
+    for names, doubt in (
+        (tables, "tables (input): if they multiply, make them 'hidden' or use mulo.Readout"),
+        (
+            matrices,
+            "(out, in): set out_axis = {'W': 1} on their module if (in, out), else {'W': 0}",
+        ),
+        (outputs, "outputs: if not all are heads, scale every inner size or make them 'hidden'"),
+    ):
         if names:
-            numbers = r"\b\d+\b" if len(names) > 4 else "$^"  # name a few layers in full
-            text = ", ".join(dict.fromkeys(re.sub(numbers, "*", repr(n)) for n in names))
-            warnings.warn(f"{text} ({len(names)}) are {doubt}.", stacklevel=3)
+            shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
+            warnings.warn(f"{shown} ({len(names)}) are taken as {doubt}.", stacklevel=3)
 
 
 def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, str]]:
@@ -231,16 +217,10 @@ def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, s
     weights = weights_of(model)
     for w in weights:
         if (role := roles.get(w.name, "none")) not in RULES:
-            fix = f"give it one of {tuple(RULES)}, or infer the roles from this model"
-            raise ValueError(f"the role of parameter {w.name!r} is {role!r}: {fix}.")
+            raise ValueError(f"parameter {w.name!r} has role {role!r}, not one of {tuple(RULES)}.")
     if unknown := sorted(roles.keys() - {w.name for w in weights}):
         raise ValueError(f"the model has no parameter {unknown[0]!r}: infer the roles from it.")
     return [(w, roles[w.name]) for w in weights]
-
-
-def _divide_output(fan_in: int, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    """The hook in models that an earlier version pickled."""
-    raise RuntimeError("pickled by an earlier version: call mulo.multiply_outputs_(model, roles).")
 
 
 def divide_output(self, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -261,13 +241,13 @@ def _set_divisors(model: nn.Module, divisors: dict[nn.Module, int], rescale: boo
     for name, m in model.named_modules():
         tied = factors[m] == 1 and any(p in params for p in m.parameters(False) if p.ndim > 1)
         if rescale and tied:
-            fix = "untie them first (head.weight = nn.Parameter(head.weight.detach().clone()))"
-            raise ValueError(f"{name!r} is tied to an output layer, to be scaled alone: {fix}.")
+            fix = "head.weight = nn.Parameter(head.weight.detach().clone())"
+            raise ValueError(f"{name!r} is tied to an output layer: untie them first ({fix}).")
     if "torch._dynamo" in sys.modules and any(factors[m] != 1 for m in divisors):
         torch.compiler.reset()  # code that is compiled already would not call new hooks
     for m in factors:
         for key, hook in list(m._forward_hooks.items()):
-            if hook is divide_output or getattr(hook, "func", None) is _divide_output:
+            if hook is divide_output:
                 del m._forward_hooks[key]
         if m in divisors:
             m.output_divisor = divisors[m]
@@ -338,11 +318,8 @@ def _divisors(model: nn.Module, roles: dict[str, str], rules: tuple) -> dict[nn.
     for w, role in _with_roles(model, roles):
         if role == "output" and power(role, "multiplier", rules):
             if not w.layers or not all(hasattr(layer, "weight") for layer in w.layers):
-                fix = "use mulo.Readout, or divide by hand and leave 'multiplier' out of rules"
-                problem = (
-                    "is an output but not the weight of a layer, so no hook can divide by fan_in"
-                )
-                raise ValueError(f"{w.name!r} {problem}: {fix}.")
+                problem = "is an output but not the weight of a layer: no hook can divide by fan_in"
+                raise ValueError(f"{w.name!r} {problem}. Use mulo.Readout.")
             fan_in = w.param.shape[1] if w.kind == "table" else w.fan_in
             divisors |= dict.fromkeys(w.layers, fan_in)
     return divisors
@@ -368,9 +345,6 @@ def fold_outputs_(model: nn.Module) -> nn.Module:
     """
     _set_divisors(model, {}, rescale=True)
     return model
-
-
-UNSCALED = {"kind": "hidden", "area": 1}  # for groups that param_groups did not make
 
 
 def kind_of(w: Weight, role: str) -> str:
@@ -416,9 +390,8 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     for name, module in model.named_modules():
         now, right = divisor_of(module), divisors.get(module, 1)
         if now != right:
-            problem = f"is divided by {now}, but under these roles and rules by {right}"
             fix = "call mulo.init_ or, if pretrained, mulo.multiply_outputs_(..., rescale=True)"
-            raise ValueError(f"the output of layer {name!r} {problem}: {fix}.")
+            raise ValueError(f"layer {name!r} is divided by {now}, not by {right}: {fix}.")
     for w, role in _with_roles(model, roles):
         if w.param.requires_grad or w.param.is_floating_point():  # not of a quantized model
             options = group_options(w, role, rules)
@@ -430,86 +403,53 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     return list(groups.values())
 
 
-def has_names(group: dict) -> bool:
-    """Whether a group has a name for each of its params, which the user or ZeRO may have split."""
-    return len(group.get("names", [])) == len(group["params"])
-
-
 def name_of(p: Tensor, group: dict) -> str:
-    """A parameter's name for messages; its shape if the group has no names."""
-    k = next(k for k, other in enumerate(group["params"]) if other is p)
-    return repr(group["names"][k]) if has_names(group) else f"of shape {tuple(p.shape)}"
-
-
-def group_table(groups: list[dict]) -> str:
-    """Format param groups as a table: kind, tensors, scale, lr, shapes, and names of outputs."""
-    rows = [("kind", "tensors", "scale", "lr", "shapes")]
-    for g in groups:
-        sizes = ["x".join(map(str, p.shape)) or "scalar" for p in g["params"]]
-        named = g.get("role") == "output" and has_names(g)
-        shapes = Counter(map(" ".join, zip(sizes, g["names"], strict=True)) if named else sizes)
-        shown = [s if n == 1 else f"{s} ({n})" for s, n in shapes.most_common(4)]
-        shown += ["..."] * (len(shapes) > 4)
-        numbers = (f"{float(g[k]):.4g}" for k in ("scale", "lr"))
-        kind = g["kind"] if "role" in g else "none"
-        rows.append((kind, str(len(g["params"])), *numbers, ", ".join(shown)))
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, sizes)).rstrip() for row in rows)
+    """A parameter's name for messages; its shape if names and params are not parallel."""
+    names = group.get("names", ())
+    if len(names) != len(group["params"]):  # split by the user or by ZeRO
+        return f"of shape {tuple(p.shape)}"
+    return next(repr(n) for n, q in zip(names, group["params"], strict=True) if q is p)
 
 
 def warn(message: str) -> None:
     """Warn at the user's line: the last one outside of this folder's files and of torch."""
-    ours, level, frame = os.path.dirname(__file__), 1, sys._getframe()
-    torchs = os.path.dirname(torch.__file__)
-    while (file := frame.f_code.co_filename) and frame.f_back:
-        if os.path.dirname(file) != ours and not file.startswith(torchs):
-            break
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-
-warn_once = cache(warn)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
+    ours, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+    users = (k for k, f in enumerate(files) if os.path.dirname(f) != ours and torchs not in f)
+    warnings.warn(message, stacklevel=1 + next(users, 0))
 
 
 def doubts(group: dict, mup: bool | None, defaults: dict) -> Iterator[str]:
     """Say what looks wrong in a group. mup: whether lo was meta-trained under μP, if known."""
-    before = "this learned optimizer was meta-trained"
     if mup and "scale" not in group:
-        fix = "use mulo.init_ and mulo.param_groups(model, roles)"
-        yield f"{before} under μP, and parameters without roles do not train if wide: {fix}."
+        yield "this LO was meta-trained under μP: use mulo.init_ and mulo.param_groups."
     if mup is False and group.get("scale", 1) != 1:
-        fix = "pass rules=() to mulo.param_groups and mulo.init_"
-        yield f"{before} without μP, and these parameters are scaled by it: {fix}."
+        yield "this LO was meta-trained without μP: pass rules=() to mulo.param_groups and init_."
     lr, decay = (float((defaults | group)[key]) for key in ("lr", "weight_decay"))
     if 0 < lr < 0.01:
         yield f"lr={lr:g} is a factor on updates that are of the right size with lr=1: omit it."
     if lr * decay >= 0.01:
-        size = f"shrinks parameters by lr * weight_decay = {lr * decay:.2g} in every step"
-        yield f"weight_decay={decay:g} {size}: use the product of AdamW's lr and weight_decay."
+        yield f"weight_decay={decay:g} shrinks parameters by lr * weight_decay in every step."
 
 
 def check_group(group: dict) -> None:
-    """Raise unless a param group has options in their ranges and whole, real parameters."""
+    """Raise unless a param group has options in their ranges and real parameters."""
     for name, least in {"lr": 0, "weight_decay": 0, "scale": 0, "step": 0, "fan_in": 1}.items():
         value = group[name]
         if not (isinstance(value, Real | Tensor) and value >= least):
             raise ValueError(f"{name} must be a number of {least} or more, not {value!r}.")
+    if group["out_axis"] not in (0, 1, -1):
+        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
     for p in group["params"]:
         if not p.is_floating_point():
             raise ValueError(f"parameters must be real floating point, not {p.dtype}.")
-        check_shape(p, group)
-    if group["out_axis"] not in (0, 1, -1):
-        raise ValueError(f"out_axis must be 0, 1 or -1, not {group['out_axis']!r}.")
-    if not isinstance(group["freeze_zero_grad"], bool):
-        raise ValueError("freeze_zero_grad must be True or False.")
 
 
 def check_shape(p: Tensor, group: dict) -> None:
     """Raise if `param_groups` saw no such shape. ZeRO reorders params, so not by position."""
     shape = tuple(p.shape)
     if shape not in map(tuple, group.get("shapes", [shape])):  # loaded shapes may be lists
-        problem = f"parameter {name_of(p, group)} has shape {shape} and is no longer whole"
-        raise ValueError(f"{problem}: FSDP1 flattens parameters, so use fully_shard (FSDP2).")
+        raise ValueError(f"{shape} is a part of a parameter: use fully_shard (FSDP2), not FSDP1.")
 
 
 def annealed_to(group: dict) -> int:
@@ -518,29 +458,23 @@ def annealed_to(group: dict) -> int:
     return group.get("annealed_to", 0) if driven else group["step"]
 
 
-class CoordinateCheck(NamedTuple):
-    """How far training moves each layer's outputs, by width."""
-
-    widths: list[int]
-    drift: dict[str, Tensor]  # layer -> (steps, widths): mean |output_t - output_0| on the probe
-    slopes: dict[str, Tensor]  # layer -> (steps,), log-log: 0 under μP, > 0 if it grows with width
-
-
 def coordinate_check(
     setup: Callable[[int], tuple[nn.Module, Callable[[], object]]],
     probe: Tensor,
     widths: list[int],
     steps: int = 5,
     repeats: int = 1,
-) -> CoordinateCheck:
+) -> dict[str, Tensor]:
     """Train nets of several widths and compare how far their layers' outputs for `probe` move.
 
     setup(width) returns a model and a function that trains it by one step; it is called `repeats`
-    times per width, to average over its random numbers. The measure is the mean |change| since the
-    start. The paper's, the standard deviation of the change, ignores a shift common to all
-    coordinates and is noisier for layers with few outputs.
+    times per width, to average over its random numbers. Returns, by layer, the slope of log drift
+    against log width after each step, (steps,): 0 under μP, above 0 if it grows with width. Drift
+    is the mean |change| since the start. The paper's measure, the standard deviation of the change,
+    ignores a shift common to all coordinates and is noisier for layers with few outputs.
     """
-    drift: dict[str, Tensor] = {}
+    shape = steps, len(widths)
+    drift = defaultdict(lambda: torch.zeros(shape, dtype=torch.float64))
     for k, width in enumerate(widths):
         for _ in range(repeats):
             model, train = setup(width)
@@ -548,10 +482,8 @@ def coordinate_check(
             for t in range(steps):
                 train()
                 for name, y in layer_outputs(model, probe).items():
-                    zeros = torch.zeros(steps, len(widths), dtype=torch.float64)
-                    change = (y - start[name]).abs().mean().item()
-                    drift.setdefault(name, zeros)[t, k] += change / repeats
-    return CoordinateCheck(list(widths), drift, {k: slope(widths, x) for k, x in drift.items()})
+                    drift[name][t, k] += (y - start[name]).abs().mean().item() / repeats
+    return {name: slope(widths, x) for name, x in drift.items()}
 
 
 def slope(widths: list[int], drift: Tensor) -> Tensor:
@@ -566,7 +498,7 @@ def slope(widths: list[int], drift: Tensor) -> Tensor:
 def layer_outputs(
     model: nn.Module, x: Tensor, theta: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The output of every layer in LAYERS for the input x, by name. Buffers are restored.
+    """The output of every layer in LAYERS for the input x, by name. Buffers do not change.
 
     theta replaces the model's parameters. For stacked nets, theta and x have a leading axis.
     """
@@ -577,16 +509,10 @@ def layer_outputs(
 
     layers = [(name, m) for name, m in model.named_modules() if is_layer(m)]
     handles = [m.register_forward_hook(partial(keep, name)) for name, m in layers]
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        functional_call(model, theta or {}, (x,))
+        functional_call(model, buffers | (theta or {}), (x,))
     finally:
         for handle in handles:
             handle.remove()
-        for buffer, value in buffers:
-            buffer.copy_(value)
     return outputs
-
-
-if __name__ == "__main__":
-    raise SystemExit("roles.py is a module, not a command: use `from mulo import roles`.")

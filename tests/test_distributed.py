@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import mulo
 
-STEPS, BATCH = 200, 32
+STEPS, BATCH = 40, 32
 CASES = [(how, lo) for how in ("ddp", "zero", "fsdp2") for lo in ("mulo_m", "muvelo_m")]
 CASES += [("tensor", "mulo_m")]
 
@@ -170,8 +170,8 @@ def check_fsdp1_is_refused(use_orig_params):
         mulo.param_groups(wrapped, roles)
     nn.functional.cross_entropy(wrapped(torch.ones(2, 16)), torch.zeros(2).long()).backward()
     if use_orig_params:
-        for step in (opt.step, lambda: optimizer(groups, "mulo_m")):
-            with pytest.raises(ValueError, match=r"so use fully_shard \(FSDP2\)"):
+        for step in (opt.step, optimizer(groups, "mulo_m").step):
+            with pytest.raises(ValueError, match=r"use fully_shard \(FSDP2\), not FSDP1"):
                 step()
         assert not any(x.any() for state in opt.state.values() for x in state.values())
     else:  # the model has other parameters now
@@ -182,8 +182,7 @@ def check_fsdp1_is_refused(use_orig_params):
 def worker(rank, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         for how, name in CASES:
             net, opt = split(how, rank, name)
             # tensor parallelism: every process sees the whole batch
@@ -192,7 +191,7 @@ def worker(rank, port, folder):
             if how == "fsdp2":
                 check_fsdp2(rank, name, net, opt, folder)
     said = [w.filename for w in caught if "sharded parameters without a kernel" in str(w.message)]
-    assert said == [__file__]
+    assert set(said) == {__file__}
     check_a_process_without_tensors()
     check_padding_rows_stay_zero()
     for use_orig_params in (True, False):

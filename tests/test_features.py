@@ -58,26 +58,6 @@ def test_golden_features(name):
     assert checked == len(golden.names) * len(golden["cfg/feat_steps"])
 
 
-@pytest.mark.parametrize("name", SMALL_FC + VELO)
-def test_golden_accumulators_through_the_optimizer(name):
-    golden = Golden(name)
-    for s, params, opt in run(golden, "jax"):
-        for n, p in params.items():
-            state = opt.state[p]
-            pairs = {"M": "mom", "V": "rms", "r": "fac_row", "c": "fac_col"}
-            if p.ndim < 2:
-                pairs |= {"r": "fac_diag", "c": "fac_diag"}
-            for ours, theirs in pairs.items():
-                expected = golden[f"out/{n}/{theirs}"][s]  # decays last
-                got = (
-                    state[ours].numpy() if ours == "V" else np.moveaxis(state[ours].numpy(), 0, -1)
-                )
-                scale = abs(expected).max()
-                np.testing.assert_allclose(
-                    got.reshape(expected.shape), expected, rtol=3e-4, atol=1e-8 * scale + 1e-35
-                )
-
-
 @pytest.mark.parametrize("name", VELO)
 def test_golden_lstm_inputs(name, monkeypatch):
     """VeLO's 30 per-tensor features, each group to its own tolerance, and the loss buffer."""
@@ -111,18 +91,6 @@ def test_paper_spec_of_time():
     f = torch.tensor(features.FRACTIONS)
     expected = torch.tanh(t[:, None] / 100 - 10 * f)
     torch.testing.assert_close(features.fraction_features(t, 100, "paper"), expected)
-
-
-def test_t_max_holds_time():
-    late = features.time_features(torch.tensor(1e6), 500, "reference")
-    torch.testing.assert_close(late, features.time_features(torch.tensor(500.0), None, "reference"))
-    assert not torch.equal(late, features.time_features(torch.tensor(1e6), None, "reference"))
-
-
-def test_annealing_is_one_up_to_the_horizon():
-    t = torch.tensor([0.0, 499.0, 500.0, 2000.0, 50_000.0])
-    assert features.annealing(t, 500, 0.5).tolist() == pytest.approx([1, 1, 1, 0.5, 0.1])
-    assert features.annealing(t, 500, 0.0) == features.annealing(t, None, 0.5) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -171,7 +139,8 @@ def check_against_the_oracle(lo, shape, gradients, gen, room):
     config, meta = lo.config, {k: v.numpy() for k, v in lo.named_parameters()}
     p = torch.nn.Parameter(0.3 * torch.randn(shape, generator=gen))
     ref = oracle.Tensor(p.detach().numpy(), meta, eps=config.eps, eps_rms=config.eps_rms)
-    opt = mulo.MuLO([{"params": [p], "out_axis": -1}], lo)
+    backend = "auto" if config.hidden_layers == 2 else "folded"  # compile no other kernels
+    opt = mulo.MuLO([{"params": [p], "out_axis": -1}], lo, backend=backend)
     time = {"spec": config.spec, "t_max": config.t_max, "anneal": config.anneal}
     for t in range(5):
         g = gradients()
@@ -183,8 +152,11 @@ def check_against_the_oracle(lo, shape, gradients, gen, room):
         np.testing.assert_allclose(got, update, atol=room * max(1.0, abs(update).max()))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+CASES = [(shape, variant) for variant in ("reference", "relative") for shape in SHAPES]
+CASES += [(shape, x) for x in VARIANTS for shape in ((), (7,), (6, 6), (3, 3, 4, 8))]
+
+
+@pytest.mark.parametrize(("shape", "variant"), dict.fromkeys(CASES), ids=str)
 def test_small_fc_against_the_oracle(shape, variant):
     """All ranks, all options."""
     config = LOConfig(**({"hidden_size": 4, "lam1": 1.0, "lam2": 0.5} | VARIANTS[variant]))
@@ -196,26 +168,6 @@ def test_small_fc_against_the_oracle(shape, variant):
     check_against_the_oracle(
         lo, shape, lambda: 0.02 * torch.randn(shape, generator=gen), gen, room=1e-5
     )
-
-
-@pytest.mark.parametrize("eps", ["reference", "relative"])
-def test_eps_rms_zero_gives_rms_one(eps):
-    """Every feature that is not zero has RMS 1 exactly; at 1e-5 those of small gradients do not."""
-    torch.manual_seed(0)
-    p, g = torch.randn(1, 8, 12), 1e-3 * torch.randn(1, 8, 12)
-    dims = features.factored_dims((8, 12))
-    zero = Eps(eps, 0.0)
-    rates = rates_of({"w0": torch.zeros(1, 1, 1)})
-    acc = features.accumulate(features.init_accumulators(p, dims), g, dims, rates, zero)
-    _, x = all_features(acc, p, g, dims, zero, "small_fc")
-    torch.testing.assert_close(x.square().mean((0, 1)), torch.ones(28), rtol=1e-5, atol=0)
-    _, x = all_features(acc, p, g, dims, REFERENCE, "small_fc")
-    assert x[..., 0].square().mean() < 0.1  # g: 1e-6 / (1e-6 + 1e-5)
-
-    acc = features.accumulate(features.init_accumulators(p, dims), 0 * g, dims, rates, zero)
-    _, x = all_features(acc, p, 0 * g, dims, zero, "small_fc")
-    assert x.isfinite().all()
-    assert (x[..., 0] == 0).all()
 
 
 def test_relative_epsilons_do_not_see_the_loss_scale():

@@ -594,4 +594,4 @@ def test_the_tutorials_hack(tmp_path):
     w0 = torch.load(path, weights_only=True)["weights"]["w0"]
     assert w0.shape == (40, 8)
     assert w0[1].abs().max() > 0  # the row of sign(g)
-    assert "mulo_m.pt was meta-trained with 39 features, this code has 40: " in done.stderr
+    assert "meta-trained with 39 features, this code has 40" in done.stderr

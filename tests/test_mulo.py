@@ -21,7 +21,7 @@ ATOL = {"small_fc_h4_bigmult": 3e-5, "velo_psm1_bug1": 3e-5, "velo_psm1_bug0": 2
 ATOL |= {"velo_psm0_bug1": 3e-6, "velo_mup_psm0_bug0": 1e-6}  # rounding differs by processor
 
 
-@pytest.mark.filterwarnings("ignore:.*NaN or infinite")
+@pytest.mark.filterwarnings("ignore:NaN or infinite")
 @pytest.mark.parametrize("layout", ["jax", "torch"])
 @pytest.mark.parametrize("backend", ["literal", "folded", "kernel"])
 @pytest.mark.parametrize("name", SMALL_FC + VELO)
@@ -88,10 +88,7 @@ def test_sparse_gradients_are_refused_before_anything_moves():
     dense.grad = torch.ones(4)
     table(torch.tensor([1])).sum().backward()
     opt = mulo.MuLO([dense, table.weight], mulo.SmallFC())
-    with pytest.raises(
-        RuntimeError,
-        match=r"dense gradients only: build the layer of .* \(5, 3\) with sparse=False",
-    ):
+    with pytest.raises(RuntimeError, match=r"of shape \(5, 3\) has sparse gradients"):
         opt.step()
     assert torch.equal(dense.detach(), torch.ones(4))
     assert not opt.state
@@ -150,15 +147,14 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_that_are_not_finite(dtype):
-    """They count as 0, are counted, and are said once; nothing else is touched."""
+    """They count as 0, are counted, and are warned of; nothing else is touched."""
     torch.manual_seed(0)
     lo = small(0.1)
     init = torch.randn(3, 6, 5).to(dtype)
     ps = [nn.Parameter(x.clone()) for x in init] + [nn.Parameter(torch.randn(7).to(dtype))]
     qs = [nn.Parameter(p.detach().clone()) for p in ps]
     bad, good = mulo.MuLO(ps, lo), mulo.MuLO(qs, lo)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             for p, q in zip(ps, qs, strict=True):
                 p.grad = torch.randn(p.shape).to(dtype)
@@ -167,10 +163,9 @@ def test_gradients_that_are_not_finite(dtype):
             bad.step()
             good.step()
     assert bad.nonfinite == 3 * 3 * 4
-    messages = [str(w.message) for w in said]
-    assert len(messages) == 1
-    assert "were NaN or infinite and were replaced by 0" in messages[0]
-    assert said[0].filename == __file__
+    [warning] = caught
+    assert "NaN or infinite gradient entries were replaced by 0" in str(warning.message)
+    assert warning.filename == __file__
     for p, q in zip(ps, qs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
         assert all(x.isfinite().all() for x in bad.state[p].values())
@@ -254,21 +249,6 @@ def test_initial_weights():
     assert not net.momentum_decays.any()
     released = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=512, param_inits=256))
     assert sum(p.numel() for p in released.parameters()) == pytest.approx(2.3e6, rel=0.03)
-
-
-def test_bare_network():
-    """The MLP on the reference's features gives its direction and magnitude."""
-    golden = Golden("small_fc_h32_sp")
-    net = golden.lo()
-    for k, s in enumerate(golden["cfg/feat_steps"]):
-        for n in golden.names:
-            A = torch.tensor(golden[f"feat/{n}/in39"][k])
-            out = mulo.mlp(mulo.stacked(net), A[None], net.config.hidden_layers)[0].numpy()
-            for i, name in enumerate(("direction", "magnitude")):
-                expected = golden[f"out/{n}/{name}"][s]
-                np.testing.assert_allclose(
-                    out[..., i], expected, rtol=2e-3, atol=2e-5 * abs(expected).max()
-                )
 
 
 def test_step_is_pure_and_differentiable():

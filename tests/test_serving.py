@@ -381,7 +381,7 @@ def test_ort_counts_bad_gradients_and_refuses_bad_parameters(exported):
     opt = OrtMuLO([first, p], exported)
     first.grad, p.grad = torch.full_like(first, 0.1), torch.full_like(p, 0.1)
     p.grad[0, :2] = math.nan
-    with pytest.warns(UserWarning, match="2 gradient entries were NaN or infinite"):
+    with pytest.warns(UserWarning, match="NaN or infinite gradient entries"):
         opt.step()
     assert opt.nonfinite == 2
     assert p.isfinite().all()

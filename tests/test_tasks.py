@@ -240,7 +240,7 @@ def test_coordinate_check_with_adam(kind):
             return model, train
 
         result = coordinate_check(setup, batch[0], widths, steps=3, repeats=times)
-        worst[rules] = max(float(s.abs().max()) for s in result.slopes.values())
+        worst[rules] = max(float(s.abs().max()) for s in result.values())
     noise = 0.15 if "resnet" in kind else 0.0  # of its slopes, with so few nets
     assert worst[ALL] <= 0.1 + noise
     assert worst[()] > 0.4
