@@ -32,19 +32,16 @@ FASHION = 10, (72.9404,), (90.0212,)
 CIFAR10 = 10, (125.3069, 122.9504, 113.8654), (62.9932, 62.0887, 66.7049)
 IMAGENET = 1000, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 IMAGES = {
-    "fashion10k": FASHION, "fashion": FASHION, "cifar10": CIFAR10, "cifar10k": CIFAR10,
+    "fashion10k": FASHION, "pixels": FASHION, "cifar10": CIFAR10, "cifar10k": CIFAR10,
     "imagenet32": IMAGENET, "imagenet64": IMAGENET,
 }  # fmt: skip
 GREYS = 16  # grey levels of the data set "pixels"
-TEACHERS = {  # teacher, teacher256, ...; those with letters are for meta-training only
+TEACHERS = {  # teacher, teacher256, ...
     "": {"dim": 64, "classes": 10, "seed": 0},
     "256": {"dim": 256, "classes": 10, "seed": 1},
     "1024": {"dim": 1024, "classes": 10, "seed": 2},
     "2": {"dim": 64, "classes": 2, "seed": 3},
     "100": {"dim": 64, "classes": 100, "seed": 4},
-    "a": {"dim": 32, "classes": 4, "seed": 11, "alpha": 0.0, "temperature": 3.0},
-    "b": {"dim": 128, "classes": 20, "seed": 12, "alpha": 1.0, "temperature": 9.0},
-    "c": {"dim": 512, "classes": 200, "seed": 13, "alpha": 0.5, "temperature": 12.0},
     "v": {"dim": 192, "classes": 5, "seed": 14, "alpha": 0.7},  # for validation
 }
 
@@ -59,6 +56,13 @@ def draw(n: int, generator: Generators, size: int) -> Tensor:
     return torch.randint(n, (size,), generator=generator, device=generator.device)
 
 
+class Examples:
+    """A finite data set, whose `take` gives the batch of indices (size,) or (len, size)."""
+
+    def batch(self, generator: Generators, size: int) -> Batch:
+        return self.take(draw(len(self), generator, size))
+
+
 def _place(x: Tensor, device: torch.device) -> Tensor:
     """Move x to the device, unless it would take more than half of a GPU's free memory."""
     fits = device.type != "cuda" or x.nbytes < torch.cuda.mem_get_info(device)[0] / 2
@@ -66,7 +70,7 @@ def _place(x: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclasses.dataclass
-class Images:
+class Images(Examples):
     """Labelled images, stored as bytes; batches are normalized, (x - mean) / std.
 
     If x does not fit on the device it stays on the CPU, where it may be a memory-mapped file;
@@ -92,12 +96,8 @@ class Images:
     def __len__(self) -> int:
         return len(self.x)
 
-    def batch(self, generator: Generators, size: int) -> Batch:
-        """x ([len,] size, C, H, W) float32 and y ([len,] size); len counts the generators."""
-        return self.take(draw(len(self), generator, size))
-
     def take(self, i: Tensor) -> Batch:
-        """The batch of these indices."""
+        """x ([len,] size, C, H, W) float32 and y ([len,] size)."""
         rows = self.x.view(len(self), -1).index_select(0, send(i.flatten(), self.x.device))
         x = torch.addcmul(self._shift, send(rows, self.device), self._scale)  # (n, C H W) float32
         return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
@@ -112,7 +112,7 @@ class Images:
 
 
 @dataclasses.dataclass
-class Tokens:
+class Tokens(Examples):
     """Token ids: one long text, cut into windows at random offsets, or one sentence per row.
 
     The target of a token is the next token. Rows are padded with -1, which is 0 in batches; `mask`
@@ -136,12 +136,8 @@ class Tokens:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batch(self, generator: Generators, size: int) -> Batch:
-        """tokens, targets and mask, ([len,] size, seq_len) each."""
-        return self.take(draw(len(self), generator, size))
-
     def take(self, i: Tensor) -> Batch:
-        """The batch of these indices."""
+        """tokens, targets and mask, ([len,] size, seq_len) each."""
         rows = send(self._rows[send(i, self.data.device)], self.device).long()  # (..., seq_len + 1)
         tokens, targets = rows[..., :-1], rows[..., 1:]
         return tokens.clamp_min(0), targets.clamp_min(0), targets >= 0
@@ -160,7 +156,6 @@ class Teacher:
     seed: int = 0
     alpha: float = 0.5
     temperature: float = 6.0
-    hidden: int = 128
     device: torch.device | str = "cpu"
 
     def __post_init__(self):
@@ -168,7 +163,7 @@ class Teacher:
         s = torch.arange(1.0, self.dim + 1) ** -self.alpha
         self.std = (s / s.square().mean().sqrt()).to(self.device)  # (dim,)
         generator = torch.Generator().manual_seed(self.seed)
-        sizes = [(self.dim, self.hidden), (self.hidden, self.hidden), (self.hidden, self.classes)]
+        sizes = [(self.dim, 128), (128, 128), (128, self.classes)]
         weights = [torch.randn(size, generator=generator) / math.sqrt(size[0]) for size in sizes]
         self._weights = [w.to(self.device) for w in weights]
 
@@ -206,21 +201,21 @@ def load(
     split: str = "all",
     seq_len: int = 64,
 ) -> Images | Tokens | Teacher:
-    """Load a data set by name. Nothing is downloaded.
+    """Load a data set by name.
 
     - fashion10k: Fashion-MNIST's 10,000 *test* images, which are in the repository.
     - pixels: fashion10k as a language: a start token, then seq_len pixels of 16 grey levels.
     - teacher...: procedural, see TEACHERS.
     - text:<path>: any file, as bytes. A relative path may also be relative to data_dir.
-    - fashion, cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64, lm1b:
-      in data_dir (default: $MULO_DATA, else ./data) as published. ImageNet is converted, and LM1B
+    - cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64, lm1b: in
+      data_dir (default: $MULO_DATA, else ./data) as published. ImageNet is converted, and LM1B
       tokenized, at first use.
 
     If a data set has test files, "all" is "train". Else "all" is both splits, and "test" is the
     last 2,000 images or the last tenth of a text. `size` pools images; `seq_len` is for text.
     """
     kind, _, path = name.partition(":")
-    known = [*IMAGES, "pixels", "lm1b", *(f"teacher{k}" for k in TEACHERS)]
+    known = [*IMAGES, "lm1b", *(f"teacher{k}" for k in TEACHERS)]
     if kind not in known and not (kind == "text" and path):
         raise ValueError(f"unknown data set {name!r}: use {', '.join(known)} or text:<path>.")
     if split not in ("all", "train", "test"):
@@ -236,15 +231,12 @@ def load(
         rows, classes = files.read_lm1b(root / kind, test, seq_len)
         return Tokens(torch.from_numpy(rows), classes, seq_len, device)
     if kind in ("fashion10k", "pixels"):
-        arrays = files.read_fashion("fashion10k", EMBEDDED, test=True)
-        x, y = (_part(array, split, 0.2) for array in arrays)
-    elif kind == "fashion":
-        x, y = files.read_fashion(kind, root / "fashion-mnist", test)
+        x, y = (_part(array, split, 0.2) for array in files.read_fashion(EMBEDDED))
     elif kind.startswith("cifar10"):
         x, y = files.read_cifar10(root / "cifar10", test, 1 if kind == "cifar10k" else 5)
     else:
-        x, y = files.read_imagenet(kind, root / kind, test)
-    images = Images(torch.from_numpy(x), torch.from_numpy(y), *IMAGES.get(kind, FASHION))
+        x, y = files.read_imagenet(root / kind, int(kind.removeprefix("imagenet")), test)
+    images = Images(torch.from_numpy(x), torch.from_numpy(y), *IMAGES[kind])
     if kind == "pixels":
         grey = images.pool(math.isqrt(seq_len)).x.flatten(1).long() * GREYS // 256  # (N, seq_len)
         return Tokens(F.pad(grey, (1, 0), value=GREYS), GREYS + 1, seq_len, device)
