@@ -181,8 +181,7 @@ class Trainer:
         self.rank, self.world = rank_and_world()
         share, rest = divmod(recipe.pairs, self.world)
         if rest:
-            split = f"{recipe.pairs} pairs cannot be split over {self.world} processes"
-            raise ValueError(f"{split}: change --pairs.")
+            raise ValueError(f"--pairs must be a multiple of the {self.world} processes.")
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
         self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
         by_kind = {task.kind: task for task in self.tasks}  # tasks of a kind share their data
@@ -263,8 +262,7 @@ class Trainer:
     def load_state_dict(self, saved: dict) -> None:
         tensors, generators = self.parts()
         if [x.shape for x in tensors] != [x.shape for x in saved["tensors"]]:
-            reason = "its tensors do not fit: features or tasks have changed since"
-            raise ValueError(f"the run cannot be resumed ({reason}): start a new one.")
+            raise ValueError("features or tasks have changed since this run: start a new one.")
         for x, y in zip(tensors, saved["tensors"], strict=True):
             x.copy_(y)
         for g, state in zip(generators, saved["generators"], strict=True):
@@ -317,15 +315,13 @@ class Run(Trainer):
         if not ranks:
             raise FileNotFoundError(f"{out} has no checkpoint: start a new run.")
         if ranks != world:
-            split = f"the run in {out} was split over {ranks} process(es)"
-            raise ValueError(f"{split}: resume it under torchrun --nproc-per-node {ranks}.")
+            raise ValueError(f"resume {out} under torchrun --nproc-per-node {ranks}, as it began.")
         saved_by = Counter(step for _, step, _ in names)
         step = max(step for step, count in saved_by.items() if count == ranks)
         state = checkpoints.read(out / f"checkpoint_{step}_rank{rank}.pt")
         same_fields = state.get("recipe", {}).keys() == Recipe.__dataclass_fields__.keys()
         if not same_fields or "tensors" not in state:
-            made = f"the run in {out} was made by other code ({state.get('commit')})"
-            raise ValueError(f"{made}: resume it with that code, or start a new run.")
+            raise ValueError(f"{out} was made by other code, {state.get('commit')}: use that code.")
         for name, value in settings.items():
             if name == "steps" and value <= state["step"]:
                 raise ValueError(f"the run is at step {state['step']}: give a larger --steps.")
@@ -424,16 +420,14 @@ def compare(run: Run, device: str) -> str:
 
 
 def parse_args(**defaults) -> argparse.Namespace:
-    about = "Meta-train a learned optimizer by PES."
-    parser = argparse.ArgumentParser(usage="%(prog)s [recipe] [flags]", description=about)
+    parser = argparse.ArgumentParser(usage="%(prog)s [recipe] [flags]")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--out", type=Path, help="folder (default: runs/<recipe>_<scale>_seed<N>)")
     either.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
     every = "minutes between checkpoints (default: 10; 0: after every outer step)"
     parser.add_argument("--checkpoint-every", type=float, default=10, metavar="X", help=every)
-    skip = "skip the comparison at the end"
-    parser.add_argument("--no-picture", action="store_true", help=skip)
+    parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     recipes.add_flags(parser)
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -465,8 +459,8 @@ def main(**defaults) -> None:
     args, run = parse_args(**defaults), None
     training.keep_freed_memory()
     try:
-        args.device, sentence = kernels.pick_device(args.device)
-        device = join_processes(args.device)
+        device, sentence = kernels.pick_device(args.device)
+        device = join_processes(device)
         run = new_or_resumed(args, device)
         if device == "cpu" and run.recipe.scale == "desk":
             torch.set_num_threads(1)  # tensors are so small that threads slow it down
@@ -477,12 +471,8 @@ def main(**defaults) -> None:
             optimizer = f"The optimizer is {run.out / 'lo.pt'}."
             print(optimizer if args.no_picture else compare(run, device))
     except KeyboardInterrupt:
-        if not (run and run.rows):
-            sys.exit("metatrain.py: stopped before the first outer step ended.")
-        launcher = f"torchrun --nproc-per-node {run.world}" if run.world > 1 else "python"
-        flags = ["--resume", str(run.out), "--device", args.device]
-        command = f"{launcher} {shlex.join([sys.argv[0], *flags])}"
-        sys.exit(f"metatrain.py: stopped at step {run.step}. To continue: {command}")
+        resume = f" at step {run.step}: continue with --resume {run.out}" if run else ""
+        sys.exit(f"metatrain.py: stopped{resume}.")
     except torch.OutOfMemoryError:
         sys.exit("metatrain.py: out of memory: use a smaller --micro-batch.")
     except (ValueError, OSError, FloatingPointError) as error:

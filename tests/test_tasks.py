@@ -16,7 +16,6 @@ from torch import nn
 import mulo
 from mulo import metatrain, tasks, training
 from mulo.optimizees import datasets
-from mulo.optimizees.models import MLP
 from mulo.roles import ALL, NORMS, coordinate_check, weights_of
 
 FAMILIES = ["fashion8_mlp_w64_d3", "fashion_vit_w32_d2", "pixels_lm_w32_d2", "fashion_resnet_w32"]
@@ -115,10 +114,8 @@ def test_any_width_and_depth():
         ("in32_mlp_w128", "'in32_mlp_w128' has no depth: use in32_mlp_w128_d3"),
         ("resnet_w128_d3", "resnet_w128: a resnet's width is a multiple of 32, its depth 18"),
         ("", "unknown task '': a name is kind, width and depth, such as fashion8_mlp_w64_d3"),
-        ("fashion8_mlp", "`python tasks.py` lists them"),
         ("c10_mlp_w64_d1", "c10_mlp_w64_d1 is too small: use w1_d2 or more"),
         ("fashion_resnet_w40", "fashion_resnet_w40: a resnet's width is a multiple of 32"),
-        ("fashion_resnet_w0", "too small: use w1_d1 or more"),
         ("vit_w0_d3", "vit_w0_d3 is too small: use w1_d1 or more"),
     ],
 )
@@ -173,11 +170,10 @@ def test_the_lm_is_causal_and_padding_does_not_count():
     assert task.loss(model, (x, targets, torch.zeros(3, 64, dtype=torch.bool))) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_stacked_is_a_loop(name, dtype):
+def test_stacked_is_a_loop(name):
     """Losses and gradients of P stacked nets equal those of P single nets."""
-    P, task = 3, tasks.get(name)
+    P, task, dtype = 2, tasks.get(name), torch.float64
     batch = task.data().batch([seeded(k) for k in range(P)], 6)
     batch = tuple(b.to(dtype) if b.is_floating_point() else b for b in batch)
     params = task.init(P, seeded(), zero_output=False)
@@ -194,27 +190,21 @@ def test_stacked_is_a_loop(name, dtype):
             assert float((g[k] - p.grad).norm()) <= 1e-5 * float(p.grad.norm()) + 1e-9, n
 
 
-@pytest.mark.parametrize("name", ["fashion_mlp_w16_d3", "teacher_mlp_w16_d3", *FAMILIES])
+@pytest.mark.parametrize("name", ["teacher_mlp_w16_d3", *FAMILIES])
 def test_desk_tasks_learn(name):
     """A few steps of Adam on embedded data bring the loss below that of guessing."""
-    task = tasks.get(name)
-    data, model, generator = task.data(), task.model(seeded()), seeded(1)
-    opt, losses = adam(model, task, 0.05), []
-    for _ in range(25):
-        opt.zero_grad()
-        losses.append(task.loss(model, data.batch(generator, 32)))
-        losses[-1].backward()
-        opt.step()
+    task = tasks.get(name, batch_size=16)
+    losses = training.train(task, partial(training.Adam, lr=torch.tensor([0.05])), 20, [0])
     assert losses[0].item() == pytest.approx(math.log(task.classes), rel=0.02)
-    assert min(losses[-5:]) < losses[0] - 0.1
+    assert losses[-5:].min() < losses[0] - 0.1
 
 
 CHECKS = {  # kind: widths, batch size, repeats, other fields
-    "fashion8_mlp_w{}_d3": ([64, 128, 256, 512], 64, 4, {}),
+    "fashion8_mlp_w{}_d3": ([64, 256], 64, 4, {}),
     "fashion_vit_w{}_d1": ([128, 512], 4, 3, {"heads": 2}),
-    "pixels_lm_w{}_d1": ([64, 256], 4, 6, {"heads": 2}),
-    "fashion_resnet_w{}": ([64, 384], 32, 4, {}),
-    "fashion_conv_w{}_d3": ([64, 256], 16, 4, {}),
+    "pixels_lm_w{}_d1": ([64, 192], 4, 4, {"heads": 2}),
+    "fashion_resnet_w{}": ([64, 192], 16, 4, {}),
+    "fashion_conv_w{}_d3": ([64, 192], 16, 3, {}),
 }
 
 
@@ -257,7 +247,6 @@ def test_command_line(monkeypatch, capsys, complaint):
     assert "layers.3.weight" in shown
     assert "hidden" in shown
     assert complaint(tasks, "mlp").startswith("tasks.py: unknown task 'mlp'")
-    assert "give a task's name, or: download DATASET" in complaint(tasks, "download")
 
 
 # ---------------------------------------------------------------- kinds of one's own
@@ -308,7 +297,9 @@ def test_own_task(no_kinds):
 
 def test_cross_entropy_is_the_default(no_kinds):
     """With a data set of datasets.py and its classes: the task is teacher_mlp."""
-    tasks.register("mine", partial(MLP, 64, 10), lambda device: datasets.Teacher(device=device))
+    tasks.register(
+        "mine", partial(tasks.MLP, 64, 10), lambda device: datasets.Teacher(device=device)
+    )
     task, known = tasks.get("mine_w16_d3"), tasks.get("teacher_mlp_w16_d3")
     assert (task.loss_bound, task.batch_size) == (1.5 * math.log(10), 64)
     batch = task.data().batch([seeded(), seeded(1)], 7)
@@ -321,7 +312,6 @@ WRONG = {  # text of the example, its replacement: the error
     ('"sines"', '"my sines"'): "'my sines' cannot be registered",
     (", loss_bound=0.75", ""): "sines has no classes: give tasks.register a loss_bound",
     ("loss_bound=0.75", "loss_bound=0"): "loss_bound must be a number above 0, not 0",
-    ("shape, classes = (8,), None", "shape = (8,)"): "the data set has no 'classes'",
     ("(8,), None", "(9,), None"): r"gives \[\(3, 2, 8\), .*: make the inputs \(3, 2, 9\)",
 }
 
@@ -374,12 +364,6 @@ def test_parameters_without_a_rule_keep_the_models_values(no_kinds):
     assert torch.equal(task.model(seeded()).gain, params["gain"][0])
 
 
-def test_a_script_from_stdin_can_register(no_kinds):
-    """Its __file__ is not a file."""
-    exec("tasks.register('mine', print, print)", {"tasks": tasks, "__file__": "<stdin>"})
-    assert tasks.KINDS["mine"].own.digest == ""
-
-
 def test_an_edited_task_has_another_digest(tmp_path, no_kinds):
     """Saved losses are keyed by it."""
     digests = []
@@ -387,6 +371,8 @@ def test_an_edited_task_has_another_digest(tmp_path, no_kinds):
         edited(tmp_path, old, new)
         digests.append(tasks.get("sines_w8_d3").own.digest)
     assert digests[0] == digests[1] != digests[2]
+    exec("tasks.register('mine', print, print)", {"tasks": tasks, "__file__": "<stdin>"})
+    assert tasks.KINDS["mine"].own.digest == ""
 
 
 def test_own_task_on_the_command_line(tmp_path, no_kinds, monkeypatch):
