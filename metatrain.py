@@ -96,8 +96,8 @@ class Particles:
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all start an unroll
         self.xi = torch.zeros(n, len(phi), device=device)
-        shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
-        self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
+        named = task.skeleton().named_parameters()
+        self.theta = {k: torch.zeros(2 * n, *p.shape, device=device) for k, p in named}
         lengths = torch.full((2 * n,), float(recipe.unroll))
         self.state = self.opt.init(self.theta, unflatten(phi.unsqueeze(0), lo), lengths)
 

@@ -286,9 +286,7 @@ def test_cifar_layout(tmp_path, monkeypatch):
         FileNotFoundError, match=r"data_batch_2.bin, .*data_batch_5.bin: unpack http"
     ):
         datasets.load("cifar10", tmp_path)
-    for k, name in enumerate(
-        [f"data_batch_{k}.bin" for k in range(1, 6)] + ["test_batch.bin"]
-    ):
+    for k, name in enumerate([f"data_batch_{k}.bin" for k in range(1, 6)] + ["test_batch.bin"]):
         put(folder / name, records(k).tobytes())
     d, raw = datasets.load("cifar10", tmp_path), np.concatenate([records(k) for k in range(5)])
     assert np.array_equal(d.x.numpy().reshape(-1, 3072), raw[:, 1:])
