@@ -193,8 +193,8 @@ def test_stacked_is_a_loop(name):
 @pytest.mark.parametrize("name", ["teacher_mlp_w16_d3", *FAMILIES])
 def test_desk_tasks_learn(name):
     """A few steps of Adam on embedded data bring the loss below that of guessing."""
-    task = tasks.get(name, batch_size=16)
-    losses = training.train(task, partial(training.Adam, lr=torch.tensor([0.05])), 20, [0])
+    task = tasks.get(name, batch_size=32)
+    losses = training.train(task, partial(training.Adam, lr=torch.tensor([0.1])), 25, [0])
     assert losses[0].item() == pytest.approx(math.log(task.classes), rel=0.02)
     assert losses[-5:].min() < losses[0] - 0.1
 

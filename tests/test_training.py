@@ -15,7 +15,8 @@ TASK = tasks.get("fashion8_mlp_w12_d3", batch_size=16)
 def random_lo(net, seed, **config):
     gen = torch.Generator().manual_seed(seed)
     kind = mulo.VeLO if net == "velo" else mulo.SmallFC
-    config = mulo.LOConfig(net=net, hidden_size=4, lstm_hidden=6, param_inits=5, **config)
+    size = {"hidden_size": 4 if net == "velo" else 8, "lstm_hidden": 6, "param_inits": 5}
+    config = mulo.LOConfig(net=net, **size, **config)
     lo = kind(config, gen)
     for w in lo.parameters():  # so that no zero hides a term
         w.add_(0.03 * torch.randn(w.shape, generator=gen))
