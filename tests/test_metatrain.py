@@ -493,14 +493,6 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
         assert reason in complaint(metatrain, *flags)
 
 
-def test_out_of_memory_names_the_flag(tmp_path, complaint, monkeypatch):
-    def fails(trainer):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(Trainer, "advance", fails)
-    assert "use a smaller --micro-batch" in complaint(metatrain, *command(tmp_path / "run"))
-
-
 def test_the_tutorials_hack(tmp_path):
     """Its diff, one added line, meta-trains a network of 40 inputs; old checkpoints are refused."""
     tutorial = (ROOT / "examples" / "tutorial.py").read_text()
