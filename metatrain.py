@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
@@ -41,7 +42,7 @@ from tqdm import tqdm
 
 import mulo
 from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
-from mulo.evaluate import BASELINES, Contender, Job, Results, Tuning, best, contender
+from mulo.evaluate import BASELINES, Job, Results, Tuning, best, contender
 from mulo.features import Phi
 from mulo.recipes import Recipe, new_lo, recipe
 
@@ -94,10 +95,9 @@ class Particles:
         # Generators are on the CPU for every device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
         self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all start an unroll
-        self.scheduled = torch.tensor([k < recipe.cosine * recipe.pairs for k in pairs])
         self.xi = torch.zeros(n, len(phi), device=device)
-        shapes = {k: p.shape for k, p in task.skeleton().named_parameters()}
-        self.theta = {k: torch.zeros(2 * n, *shape, device=device) for k, shape in shapes.items()}
+        named = task.skeleton().named_parameters()
+        self.theta = {k: torch.zeros(2 * n, *p.shape, device=device) for k, p in named}
         lengths = torch.full((2 * n,), float(recipe.unroll))
         self.state = self.opt.init(self.theta, unflatten(phi.unsqueeze(0), lo), lengths)
 
@@ -139,14 +139,10 @@ class Particles:
 
     def inner_step(self, weights) -> Tensor:
         """One step of every net; returns the losses before it, (2n,)."""
-        device, lr = self.xi.device, 1.0
-        t = features.send(torch.cat([self.t, self.t]), device)
-        if self.recipe.cosine:
-            lr = torch.where(self.scheduled, training.cosine(self.t / self.length), 1.0)
-            lr = features.send(torch.cat([lr, lr]), device).unsqueeze(1)
+        t = features.send(torch.cat([self.t, self.t]), self.xi.device)
         batch = training.batches(self.data, self.generators, self.task.batch_size, copies=2)
         losses, grads = training.gradients(self.task, self.theta, batch, self.recipe.tf32)
-        self.opt.step(weights, self.state, self.theta, grads, losses, t, lr)
+        self.opt.step(weights, self.state, self.theta, grads, losses, t)
         return losses
 
     def restart(self, finished: Tensor, phi: Phi) -> None:
@@ -185,8 +181,7 @@ class Trainer:
         self.rank, self.world = rank_and_world()
         share, rest = divmod(recipe.pairs, self.world)
         if rest:
-            split = f"{recipe.pairs} pairs cannot be split over {self.world} processes"
-            raise ValueError(f"{split}: change --pairs.")
+            raise ValueError(f"--pairs must be a multiple of the {self.world} processes.")
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
         self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
         by_kind = {task.kind: task for task in self.tasks}  # tasks of a kind share their data
@@ -221,9 +216,8 @@ class Trainer:
     @torch.no_grad()
     def advance(self) -> dict[str, float]:
         """One outer step; returns a row of the log."""
-        r, n, start = self.recipe, len(self.tasks), self.step * self.recipe.per_step
-        chosen = [k % n for k in range(start, start + r.per_step)] or range(n)  # tasks
-        sums = zip(*(self.estimate(self.tasks[k]) for k in chosen), strict=True)
+        r = self.recipe
+        sums = zip(*map(self.estimate, self.tasks), strict=True)
         grads, losses, diverged = map(torch.stack, sums)  # (tasks, D), (tasks,), (tasks,)
         if self.world > 1:
             for x in (grads, losses, diverged):
@@ -245,9 +239,8 @@ class Trainer:
         self.step += 1
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
         row["diverged"] = int(diverged.sum())
-        names = [f"loss_{x}" for x in r.mixture or (f"w{width}" for width in r.widths)]
-        by_task = dict(zip(chosen, losses.tolist(), strict=True))
-        return row | {name: by_task.get(k, math.nan) for k, name in enumerate(names)}
+        names = (f"loss_{x}" for x in r.mixture or (f"w{width}" for width in r.widths))
+        return row | dict(zip(names, losses.tolist(), strict=True))
 
     @torch.no_grad()
     def result(self) -> LO:
@@ -269,8 +262,7 @@ class Trainer:
     def load_state_dict(self, saved: dict) -> None:
         tensors, generators = self.parts()
         if [x.shape for x in tensors] != [x.shape for x in saved["tensors"]]:
-            reason = "its tensors do not fit: features or tasks have changed since"
-            raise ValueError(f"the run cannot be resumed ({reason}): start a new one.")
+            raise ValueError("features or tasks have changed since this run: start a new one.")
         for x, y in zip(tensors, saved["tensors"], strict=True):
             x.copy_(y)
         for g, state in zip(generators, saved["generators"], strict=True):
@@ -282,21 +274,12 @@ class Trainer:
 # ---------------------------------------------------------------- a run and its folder
 
 
-def gather(x) -> list:
-    """Return x of every process under torchrun, else [x]."""
-    values = [x] * rank_and_world()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(values, x)
-    return values
-
-
 class Run(Trainer):
-    """A Trainer with a folder: log.csv, the last checkpoints and, at the end, lo.pt.
+    """A Trainer with a folder: log.csv, the last two checkpoints and, at the end, lo.pt.
 
     Each rank checkpoints its own nets; rank 0 also writes log.csv and lo.pt.
     """
 
-    KEEP = 3  # checkpoints: the last one may be damaged, or missing for a rank that was killed
     HISTORY = ("rows", "seconds", "command", "commit")  # saved along with the Trainer
 
     def __init__(self, recipe: Recipe, out: Path, device: str = "cpu"):
@@ -316,36 +299,29 @@ class Run(Trainer):
         torch.save(self.state_dict() | {k: getattr(self, k) for k in self.HISTORY}, buffer)
         path = self.out / f"checkpoint_{self.step:06}_rank{self.rank}.pt"
         checkpoints.write_atomically(path, buffer.getbuffer())
-        for old in sorted(self.out.glob(f"checkpoint_*_rank{self.rank}.pt"))[: -self.KEEP]:
-            old.unlink()
+        for old in sorted(self.out.glob(f"checkpoint_*_rank{self.rank}.pt"))[:-2]:
+            old.unlink()  # keep two: a rank that is killed may lack the last one
         if self.rank == 0:
             lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
             checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
 
     @classmethod
     def resume(cls, out: Path, device: str, **settings) -> Run:
-        """Continue from the newest checkpoint that every process can read. Of the settings only
-        `steps` may change: it stretches the cosine of the outer learning rate to the new end."""
-        (rank, world), state = rank_and_world(), None
+        """Continue from the newest checkpoint of all processes. Of the settings only `steps` may
+        change: it stretches the cosine of the outer learning rate to the new end."""
+        rank, world = rank_and_world()
         names = [path.stem.split("_") for path in out.glob("checkpoint_*_rank*.pt")]
-        if names and (ranks := len({rank for _, _, rank in names})) != world:
-            split = f"the run in {out} was split over {ranks} process(es)"
-            raise ValueError(f"{split}: resume it under torchrun --nproc-per-node {ranks}.")
-        for step in sorted({step for _, step, _ in names}, reverse=True):
-            path = out / f"checkpoint_{step}_rank{rank}.pt"
-            try:
-                state = checkpoints.read(path)
-            except ValueError:  # damaged, or missing
-                print(f"{path} cannot be read: trying the one before it.", file=sys.stderr)
-            if all(gather(state is not None)):
-                break
-            state = None
-        if state is None:
-            raise FileNotFoundError(f"{out} has no checkpoint that can be read: start a new run.")
+        ranks = len({rank for _, _, rank in names})
+        if not ranks:
+            raise FileNotFoundError(f"{out} has no checkpoint: start a new run.")
+        if ranks != world:
+            raise ValueError(f"resume {out} under torchrun --nproc-per-node {ranks}, as it began.")
+        saved_by = Counter(step for _, step, _ in names)
+        step = max(step for step, count in saved_by.items() if count == ranks)
+        state = checkpoints.read(out / f"checkpoint_{step}_rank{rank}.pt")
         same_fields = state.get("recipe", {}).keys() == Recipe.__dataclass_fields__.keys()
         if not same_fields or "tensors" not in state:
-            made = f"the run in {out} was made by other code ({state.get('commit')})"
-            raise ValueError(f"{made}: resume it with that code, or start a new run.")
+            raise ValueError(f"{out} was made by other code, {state.get('commit')}: use that code.")
         for name, value in settings.items():
             if name == "steps" and value <= state["step"]:
                 raise ValueError(f"the run is at step {state['step']}: give a larger --steps.")
@@ -376,8 +352,11 @@ class Run(Trainer):
                 bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}")
                 if self.step == first + 1 and self.rank == 0:
                     bar.write(self.forecast(now - start))
-                flags = gather((bool(interrupts), now - saved >= 60 * minutes))
-                stop, due = map(any, zip(*flags, strict=True))
+                flags = torch.tensor([bool(interrupts), now - saved >= 60 * minutes]).int()
+                if self.world > 1:  # in all processes, or in none
+                    flags = flags.to(self.phi.device)
+                    dist.all_reduce(flags)
+                stop, due = flags.tolist()
                 if stop or due or self.step == r.steps:
                     self.save()
                     saved = now
@@ -404,13 +383,11 @@ class Run(Trainer):
 def compare(run: Run, device: str) -> str:
     """Train nets of the widest task, and 8 times wider ones, with the result and with baselines,
     whose learning rates are tuned if results/tuned has none. Saves a picture, returns sentences."""
-    r, results, tuned = run.recipe, Results(run.out, device), {}
-    task = max(run.tasks, key=lambda task: task.width)
-    for name in BASELINES:
-        tuning = Tuning(name, task.name, r.unroll)
-        tuned[name] = best(*tuning.key()) or tuning.run(device)
+    r, results = run.recipe, Results(run.out, device)
     mine = dataclasses.replace(contender(str(run.out / "lo.pt")), name=r.name)
-    untrained = Contender("untrained", mine.rules, new_lo(r))
+    task = max(run.tasks, key=lambda task: task.width)
+    tunings = {name: Tuning(name, task.name, r.unroll) for name in BASELINES}
+    tuned = {name: best(*x.key()) or x.run(device) for name, x in tunings.items()}
     fig = Figure(figsize=(13.2, 3.6), layout="constrained")
     ax, *axes = fig.subplots(1, 3)
     meta = torch.tensor([row["meta_loss"] for row in run.rows])
@@ -420,19 +397,19 @@ def compare(run: Run, device: str) -> str:
     ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
     lines = [f"Meta-loss {smooth[0]:.3f} -> {smooth[-1]:.3f} in {run.seconds / 60:.1f} minutes."]
     for ax, width, seeds in zip(axes, (task.width, 8 * task.width), (3, 1), strict=True):
-        name = f"{task.kind}_w{width}" + task.name.removeprefix(f"{task.kind}_w{task.width}")
+        name = task.name.replace(f"_w{task.width}", f"_w{width}")
         options = {"steps": r.unroll, "seeds": range(9001, 9001 + seeds)}
-        jobs = {c.name: Job(c, name, **options) for c in (mine, untrained)}
+        jobs = {r.name: Job(mine, name, **options)}
         for k, label in BASELINES.items():
             jobs[f"tuned {label}"] = Job(contender(k), name, **options, values=tuned[k])
         results.run(jobs.values(), f"comparison at width {width}")
-        curves = {label: results.losses(job) for label, job in jobs.items()}  # (windows, seeds)
-        for label, losses in curves.items():
+        final = []
+        for label, job in jobs.items():
+            losses = results.losses(job)  # (windows, seeds)
             ax.plot(torch.linspace(0, r.unroll, len(losses) + 1)[1:], losses.mean(1), label=label)
-        top = 1.1 * float(curves[r.name][0].mean())
-        ax.set(xlabel="step", ylabel="loss", title=name, ylim=(0, top))
+            final.append(f"{label} {training.final_loss(losses).mean():.4g}")
+        ax.set(xlabel="step", ylabel="loss", title=name, ylim=(0, task.loss_bound))
         ax.legend()
-        final = (f"{k} {training.final_loss(x).mean():.4g}" for k, x in curves.items())
         lines.append(f"Final loss at width {width}: {', '.join(final)}.")
     checkpoints.write_atomically(run.out / "picture.png", lambda f: fig.savefig(f, dpi=120))
     lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
@@ -443,16 +420,14 @@ def compare(run: Run, device: str) -> str:
 
 
 def parse_args(**defaults) -> argparse.Namespace:
-    about = "Meta-train a learned optimizer by PES."
-    parser = argparse.ArgumentParser(usage="%(prog)s [recipe] [flags]", description=about)
+    parser = argparse.ArgumentParser(usage="%(prog)s [recipe] [flags]")
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--out", type=Path, help="folder (default: runs/<recipe>_<scale>_seed<N>)")
     either.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
     every = "minutes between checkpoints (default: 10; 0: after every outer step)"
     parser.add_argument("--checkpoint-every", type=float, default=10, metavar="X", help=every)
-    skip = "skip the comparison at the end"
-    parser.add_argument("--no-picture", action="store_true", help=skip)
+    parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     recipes.add_flags(parser)
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -484,8 +459,8 @@ def main(**defaults) -> None:
     args, run = parse_args(**defaults), None
     training.keep_freed_memory()
     try:
-        args.device, sentence = kernels.pick_device(args.device)
-        device = join_processes(args.device)
+        device, sentence = kernels.pick_device(args.device)
+        device = join_processes(device)
         run = new_or_resumed(args, device)
         if device == "cpu" and run.recipe.scale == "desk":
             torch.set_num_threads(1)  # tensors are so small that threads slow it down
@@ -496,12 +471,8 @@ def main(**defaults) -> None:
             optimizer = f"The optimizer is {run.out / 'lo.pt'}."
             print(optimizer if args.no_picture else compare(run, device))
     except KeyboardInterrupt:
-        if not (run and run.rows):
-            sys.exit("metatrain.py: stopped before the first outer step ended.")
-        launcher = f"torchrun --nproc-per-node {run.world}" if run.world > 1 else "python"
-        flags = ["--resume", str(run.out), "--device", args.device]
-        command = f"{launcher} {shlex.join([sys.argv[0], *flags])}"
-        sys.exit(f"metatrain.py: stopped at step {run.step}. To continue: {command}")
+        resume = f" at step {run.step}: continue with --resume {run.out}" if run else ""
+        sys.exit(f"metatrain.py: stopped{resume}.")
     except torch.OutOfMemoryError:
         sys.exit("metatrain.py: out of memory: use a smaller --micro-batch.")
     except (ValueError, OSError, FloatingPointError) as error:

@@ -40,7 +40,6 @@ class Recipe:
     depth: int = flag(3, "depth of the nets")
     batch_size: int = flag(4096, "examples per inner step")
     mixture: tuple[str, ...] = flag((), "names of tasks, in place of the four flags above")
-    per_step: int = flag(0, "tasks per outer step, taken in turn; 0: all")
     hidden_size: int = flag(32, "size of the learned optimizer's MLP (the authors': 32, VeLO: 4)")
     lstm_hidden: int = flag(128, "VeLO: size of the LSTM")
     param_inits: int = flag(64, "VeLO: size of the bank of MLPs")
@@ -59,7 +58,6 @@ class Recipe:
     unroll: int = flag(1000, "inner steps of the longest unroll")
     shortest: int = flag(100, "inner steps of the shortest unroll; lengths are log-uniform")
     truncation: int = flag(50, "inner steps per outer step")
-    cosine: float = flag(0.0, "share of the pairs that train under a cosine schedule")
     steps: int = flag(5000, "outer steps")
     warmup: int = flag(100, "outer steps of linear warm-up of the outer learning rate")
     lr: float = flag(3e-3, "outer learning rate after the warm-up")
@@ -75,8 +73,6 @@ class Recipe:
         for name in (*positive.split(), "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
-        if min(self.widths, default=0) < 1 or min(self.warmup, self.seed) < 0:
-            raise ValueError("widths must be 1 or more, warmup and seed 0 or more.")
         if self.shortest > self.unroll:
             raise ValueError(f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it.")
         if self.backend not in kernels.BACKENDS:
@@ -145,11 +141,11 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the recipe's name, its scale, and a flag for each `flag` of Recipe."""
     unset = {"default": argparse.SUPPRESS}  # then `settings` has only what was given
-    names, scales = f"{', '.join(RECIPES)} (default: mulo_m)", "desk (the default) or paper"
+    names = f"{', '.join(RECIPES)} (default: mulo_m)"
     parser.add_argument("name", nargs="?", metavar="recipe", help=names, **unset)
-    parser.add_argument("--scale", choices=SCALES, help=scales, **unset)
-    group = parser.add_argument_group("settings of the recipe (in brackets: mulo_m's)")
-    at_scale = [vars(recipe("mulo_m", scale)) for scale in SCALES]
+    parser.add_argument("--scale", choices=SCALES, help="default: desk", **unset)
+    group = parser.add_argument_group("settings of the recipe (in brackets: mulo_m's, desk; paper)")
+    desk, paper = (vars(recipe("mulo_m", scale)) for scale in SCALES)
     for field in dataclasses.fields(Recipe):
         if text := field.metadata.get("help"):
             several, default = isinstance(field.default, tuple), field.default
@@ -157,10 +153,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
             options = {"action": "store_true"} if kind is bool else options
             options |= {"nargs": "+"} if several else {}
-            desk, paper = (str(fields[field.name]).strip("()") for fields in at_scale)
-            shown = desk if desk == paper else f"desk: {desk}; paper: {paper}"
-            flag = f"--{field.name.replace('_', '-')}"
-            group.add_argument(flag, help=f"{text} ({shown or 'none'})", **options, **unset)
+            flag, shown = field.name.replace("_", "-"), f"{desk[field.name]}; {paper[field.name]}"
+            group.add_argument(f"--{flag}", help=f"{text} ({shown})", **options, **unset)
 
 
 def settings(args: argparse.Namespace) -> dict:

@@ -6,8 +6,8 @@
     losses, grads = gradients(task, theta, batch)
     opt.step(opt.prepare(phi), state, theta, grads, losses, t)      # in place
 
-Parameters theta, weights phi and optimizer state are dicts of tensors with a leading axis of P
-nets: the particles of meta-training, each with its own phi, or the seeds and configurations of an
+Parameters theta, weights phi and optimizer state are nested dicts of tensors with a leading axis of
+P nets: the particles of meta-training, each with its own phi, or the seeds and configurations of an
 evaluation, which share it. `mulo.MuLO` is the optimizer for one net; both call `mulo.advance_`.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,18 +23,17 @@ from torch import Tensor
 
 import mulo
 from mulo import LO, LOConfig, Stack, Weights, features, kernels, tasks
-from mulo.features import Accumulators, LossBuffer, Numbers, Phi, trailing
+from mulo.features import Numbers, Phi, trailing
 from mulo.optimizees import datasets
+from mulo.optimizees.datasets import Batch
 from mulo.roles import ALL, group_options, layer_outputs, size_factor, weights_of
 
 Theta = dict[str, Tensor]  # (P, *shape) each
-State = dict[str, Tensor]  # (P, ...) each
+State = dict  # of tensors (P, ...), possibly nested
 TEST_SIZE, TEST_TIMES = 2000, 10  # examples in the test loss; evaluations of it during a run
 
 
-def gradients(
-    task: tasks.Task, theta: Theta, batch: tuple[Tensor, ...], tf32: bool = False
-) -> tuple[Tensor, Theta]:
+def gradients(task: tasks.Task, theta: Theta, batch: Batch, tf32=False) -> tuple[Tensor, Theta]:
     """The loss of every net, (P,), and its gradients; `tf32` allows TF32 products on a GPU."""
     theta = {k: p.detach().requires_grad_() for k, p in theta.items()}
     with torch.enable_grad(), features.float32_products("tf32" if tf32 else "ieee"):
@@ -59,10 +57,10 @@ class Learned:
     ):
         self.config, device = config, torch.device(device)
         self.backend = kernels.choose(backend, config, device)
-        self.dims, scale, eps_scale = {}, [], []
-        shapes = {w.name: tuple(w.param.shape) for w in weights_of(task.skeleton())}
+        self.dims, scale, eps_scale, skeleton = {}, [], [], task.skeleton()
         for name, g in groups_of(task).items():
-            self.dims[name] = features.factored_dims(shapes[name], g["out_axis"])
+            shape = tuple(skeleton.get_parameter(name).shape)
+            self.dims[name] = features.factored_dims(shape, g["out_axis"])
             scale.append(g["scale"] * size_factor(g["kind"], g["fan_in"], g["area"], config))
             eps_scale.append(1 / g["fan_in"] if config.eps == "fan_in" else 1.0)
         fixed = [scale, [0.0] * len(scale), eps_scale]
@@ -71,21 +69,20 @@ class Learned:
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
         """The initial state; VeLO's depends on num_steps, (P,) on the CPU."""
-        state = {}
-        for name, p in theta.items():
-            acc = features.init_accumulators(p, self.dims[name])
-            state |= {f"{k}/{name}": x for k, x in acc._asdict().items()}
-        if self.config.net == "velo":
-            P, device = len(p), p.device
-            bugged = self.config.use_bugged_loss_features
-            state["num_steps"] = num_steps.to(device)
-            decays = [features.loss_decays(int(n), bugged, device) for n in num_steps]
-            state["loss_decays"] = torch.stack(decays)
-            buffer = features.init_loss_buffer(P, device=device)
-            state |= {f"loss/{k}": x for k, x in buffer._asdict().items()}
-            shape = (P, len(theta), self.config.lstm_hidden)
-            state |= {k: phi[f"{k}0"].expand(shape).clone() for k in ("hidden", "cell")}
-        return state
+        acc = {k: features.init_accumulators(p, self.dims[k]) for k, p in theta.items()}
+        if self.config.net == "small_fc":
+            return {"acc": acc}
+        device, bugged = self.fixed.device, self.config.use_bugged_loss_features
+        decays = [features.loss_decays(int(n), bugged, device) for n in num_steps]
+        shape = len(num_steps), len(theta), self.config.lstm_hidden
+        return {
+            "acc": acc,
+            "num_steps": num_steps.to(device).unsqueeze(1),
+            "decays": torch.stack(decays),
+            "losses": features.init_loss_buffer(len(num_steps), device=device),
+            "hidden": phi["hidden0"].expand(shape).clone(),
+            "cell": phi["cell0"].expand(shape).clone(),
+        }
 
     def prepare(self, phi: Phi) -> Weights | Phi:
         """Prepare phi, (P | 1, ...), for any number of calls of `step`."""
@@ -101,7 +98,7 @@ class Learned:
         grads: Theta,
         losses: Tensor,  # (P,)
         t: Tensor,  # (P,), 0 at the first step
-        lr: Tensor | float = 1.0,  # (P, 1) if nets differ
+        lr: float = 1.0,
     ) -> None:
         """One step of every net, in place."""
         stacks = [self._stack(name, state, theta) for name in self.dims]
@@ -116,10 +113,8 @@ class Learned:
 
     def _stack(self, name: str, state: State, theta: Theta) -> Stack:
         """The nets' tensors of one name, cached until they are replaced."""
-        p, cached = theta[name], self._stacks.get(name)
-        acc = Accumulators(*(state[f"{k}/{name}"] for k in Accumulators._fields))
-        same = cached and cached.p.data_ptr() == p.data_ptr()
-        if not same or not all(map(operator.is_, (p, *acc), (cached.p, *cached.acc))):
+        p, acc, cached = theta[name], state["acc"][name], self._stacks.get(name)
+        if cached is None or cached.p is not p or cached.acc is not acc:
             rows = kernels.rows(p, acc, self.dims[name])
             cached = self._stacks[name] = Stack(p, acc, self.dims[name], rows)
         return cached
@@ -131,14 +126,10 @@ class Learned:
         statistics = mulo.statistics_of(self.config, self.backend, stacks)
         ranks = features.rank_one_hot([x.p.shape[1:] for x in stacks], t.device)
         x_tensor = features.tensor_features(statistics, ranks)
-        buffer = LossBuffer(*(state[f"loss/{k}"] for k in LossBuffer._fields))
-        lstm = state["hidden"], state["cell"]
-        num_steps, decays = state["num_steps"].unsqueeze(1), state["loss_decays"]
-        buffer, h, cell, weights, alpha = mulo.generate(
-            self.config, phi, buffer, losses, decays, t, num_steps, x_tensor, *lstm
-        )
-        state |= {f"loss/{k}": v for k, v in buffer._asdict().items()}
-        state |= {"hidden": h, "cell": cell}
+        state["losses"], state["hidden"], state["cell"], weights, alpha = mulo.generate(
+            self.config, phi, state["losses"], losses, state["decays"], t, state["num_steps"],
+            x_tensor, state["hidden"], state["cell"],
+        )  # fmt: skip
         if self.config.param_scale_mult:
             alpha = alpha * features.param_scale(statistics[..., 0])
         return Weights(self.config, weights, self.backend), alpha
@@ -163,25 +154,23 @@ class Adam:
         self.groups, self.eps = groups_of(task), eps
         numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (lr, b1, b2, weight_decay)]
         self.numbers = torch.stack([x.expand_as(numbers[0]) for x in numbers])  # (4, P)
-        self.decays = bool(self.numbers[3].any())
 
     def init(self, theta: Theta) -> State:
         self.numbers = self.numbers.to(next(iter(theta.values())).device)
-        return {f"{k}/{name}": torch.zeros_like(p) for name, p in theta.items() for k in "mv"}
+        return {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in theta.items()}
 
     def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
         """One step of every net, in place; t is 0 at the first."""
         rates, b1s, b2s, weight_decay = self.numbers
         rate, root = lr * rates / (1 - b1s ** (t + 1)), (1 - b2s ** (t + 1)).sqrt()
         for name, p in theta.items():
-            g, m, v = grads[name], state[f"m/{name}"], state[f"v/{name}"]
+            g, (m, v) = grads[name], state[name]
             b1, b2, rate_, root_ = (
                 trailing(x, p.ndim) for x in (b1s, b2s, rate * self.groups[name]["scale"], root)
             )
             m.lerp_(g, 1 - b1)
             v.mul_(b2).addcmul_(g, g * (1 - b2))
-            if self.decays:
-                p.mul_(1 - trailing(lr * rates * weight_decay, p.ndim))
+            p.mul_(1 - trailing(lr * rates * weight_decay, p.ndim))
             p.sub_(rate_ * m / ((v.sqrt() / root_).add_(self.eps)))
 
 
@@ -215,7 +204,7 @@ class Muon(Adam):
     def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
         super().step(state, {k: theta[k] for k in self.vectors}, grads, t, lr)
         for name in theta.keys() - self.vectors:
-            p, g, m = theta[name], grads[name], state[f"m/{name}"]
+            p, g, (m, _) = theta[name], grads[name], state[name]
             m.lerp_(g, 1 - self.MOMENTUM)
             d = g.lerp(m, self.MOMENTUM).flatten(2)  # (P, fan_out, fan_in)
             rate = lr * self.rates.to(d) * (d.shape[1] / d.shape[2]) ** 0.5
@@ -255,9 +244,7 @@ def train(
     inits = [task.init(1, g) for g in generators]
     if data_seeds is not None:
         generators = [torch.Generator().manual_seed(seed) for seed in data_seeds]
-    theta = {
-        k: torch.cat([init[k] for init in inits] * copies).to(device) for k in inits[0]
-    }  # (P, ...)
+    theta = {k: torch.cat([x[k] for x in inits] * copies).to(device) for k in inits[0]}  # (P, ...)
     data, P = task.data(device=device), copies * len(seeds)
     if isinstance(optimizer, LO):
         optimizer = optimizer.with_config(anneal=0.0) if schedule else optimizer
@@ -289,12 +276,8 @@ def train(
     return torch.stack(history).cpu()
 
 
-def batches(
-    data, generators: list[torch.Generator], size: int, copies: int = 1
-) -> tuple[Tensor, ...]:
+def batches(data, generators: list[torch.Generator], size: int, copies: int = 1) -> Batch:
     """A batch per generator, repeated for every copy: (copies * len(generators), size, ...)."""
-    if isinstance(data, datasets.Images | datasets.Tokens):  # copies indices, not examples
-        return data.take(torch.cat([datasets.draw(len(data), generators, size)] * copies))
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 

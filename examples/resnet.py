@@ -2,7 +2,7 @@
 
 python examples/resnet.py --optimizer mulo
 python examples/resnet.py --optimizer adamw --lr 3e-3
-python tasks.py download cifar10 && python examples/resnet.py --width 512 --steps 10000
+python examples/resnet.py --width 512 --steps 10000 --data-dir data     # data/cifar10 as published
 torchrun --nproc-per-node 2 -- examples/resnet.py --out runs/resnet     # rerun to resume
 """
 
@@ -65,7 +65,7 @@ def main() -> float:
         if args.data_dir is not None:
             raise
         images = datasets.load("fashion10k", size=14)
-        print("no CIFAR-10 (python tasks.py download cifar10): 14x14 Fashion-MNIST instead")
+        print("no CIFAR-10 in ./data or $MULO_DATA: 14x14 Fashion-MNIST instead")
 
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return images.batch(generator, args.batch)

@@ -1,1 +1,1 @@
-"""The nets that learned optimizers train, and their data: `models`, `datasets`, `files`."""
+"""The data that learned optimizers are meta-trained and tested on: `datasets`."""

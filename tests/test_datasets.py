@@ -1,12 +1,33 @@
-"""Data sets in memory: batches by seed, pooling, windows of text, the teacher; their names."""
+"""Data sets: batches by seed, pooling, text, the teacher, names; readers of published files."""
 
 import math
+import os
+import pickle
+import re
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from data_files import put, refused, seed
 
 from mulo.optimizees import datasets
+
+
+def seed(n: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(n)
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def refused(*words: str):
+    """pytest.raises for a one-sentence ValueError that has these words in this order."""
+    return pytest.raises(ValueError, match=".*".join(map(re.escape, words)) + r"[^\n]*\.$")
+
 
 # Images and their batches
 
@@ -92,8 +113,6 @@ def test_embedded_fashion(monkeypatch, tmp_path):
     assert p.shape == (1, 14, 14)
     full = d.x.view(-1, 14, 2, 14, 2).float().mean((2, 4)).round()
     assert torch.equal(p.x[:, 0], full.byte())
-    assert datasets.load(size=8).batch(seed(), 5)[0].shape == (5, 1, 8, 8)
-    assert "Zalando" in (datasets.EMBEDDED / "LICENSE").read_text()
 
 
 # Splits
@@ -156,12 +175,17 @@ def test_mask_is_false_where_the_target_is_padding():
 
 def test_text_as_bytes(tmp_path):
     content = "Größe, 大きさ. ".encode() * 20
-    d = datasets.load(f"text:{put(tmp_path / 'a.txt', content)}", seq_len=16)
+    path = put(tmp_path / "a.txt", content)
+    d = datasets.load(f"text:{path}", seq_len=16)
     assert (d.classes, len(d)) == (256, len(content) - 16)
     tokens, targets, mask = d.batch(seed(), 12)
     assert mask.all()
     for a, b in zip(tokens, targets, strict=True):
         assert bytes([*a.tolist(), b[-1].item()]) in content
+    with refused("are too few for seq_len=999: get more text"):
+        datasets.load(f"text:{path}", seq_len=999)
+    with pytest.raises(FileNotFoundError, match=r"lacks nothing.txt: put any text there"):
+        datasets.load(f"text:{tmp_path / 'nothing.txt'}")
 
 
 def test_pixels():
@@ -243,3 +267,185 @@ def test_names_splits_and_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("MULO_DATA", str(tmp_path / "other"))
     assert len(datasets.load("text:a.txt")) == 80 - 64
     assert len(datasets.load("text:a.txt", tmp_path / "data")) == 70 - 64  # the argument wins
+
+
+# Published files
+
+
+def test_cifar_layout(tmp_path, monkeypatch):
+    def records(n):
+        r = np.random.default_rng(n).integers(0, 256, (3, 3073)).astype(np.uint8)
+        r[:, 0] = np.arange(3) + n
+        return r
+
+    monkeypatch.setattr(datasets, "CIFAR10_BYTES", 3 * 3073)
+    folder = tmp_path / "cifar10/cifar-10-batches-bin"
+    put(folder / "data_batch_1.bin", records(0).tobytes())  # all that cifar10k needs
+    assert datasets.load("cifar10k", tmp_path).y.tolist() == [0, 1, 2]
+    with pytest.raises(
+        FileNotFoundError, match=r"data_batch_2.bin, .*data_batch_5.bin: unpack http"
+    ):
+        datasets.load("cifar10", tmp_path)
+    for k, name in enumerate([f"data_batch_{k}.bin" for k in range(1, 6)] + ["test_batch.bin"]):
+        put(folder / name, records(k).tobytes())
+    d, raw = datasets.load("cifar10", tmp_path), np.concatenate([records(k) for k in range(5)])
+    assert np.array_equal(d.x.numpy().reshape(-1, 3072), raw[:, 1:])
+    assert np.array_equal(d.x[3, 1, 0, :5].numpy(), raw[3, 1 + 1024 : 1 + 1029])  # planar: G
+    assert d.y.tolist() == raw[:, 0].tolist()
+    assert (d.shape, d.classes) == ((3, 32, 32), 10)
+    assert datasets.load("cifar10", tmp_path, split="test").y.tolist() == [5, 6, 7]
+    assert datasets.load("cifar10", tmp_path, size=8).shape == (3, 8, 8)
+    put(folder / "data_batch_1.bin", records(0)[:-1].tobytes())
+    with refused("data_batch_1.bin is incomplete: get it again"):
+        datasets.load("cifar10k", tmp_path)
+
+
+def test_cifar_as_published():
+    folder = os.environ.get("MULO_DATA")
+    if not folder or not Path(folder, "cifar10").is_dir():
+        pytest.skip("needs cifar10 in the folder that $MULO_DATA names")
+    d = datasets.load("cifar10k", folder)
+    test = datasets.load("cifar10", folder, split="test")
+    assert len(d) == len(test) == 10_000
+    assert d.y[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+    assert test.y[:10].tolist() == [3, 8, 8, 0, 6, 6, 1, 6, 3, 1]
+    x, _ = d.batch(seed(), 2000)
+    assert x.mean((0, 2, 3)).abs().max() < 0.05
+    assert (x.std((0, 2, 3)) - 1).abs().max() < 0.05
+
+
+def imagenet(root: Path, side: int = 32, batches=range(1, 11), **change) -> list[dict]:
+    """Write train_data_batch_k.npz of k images each; `change` replaces arrays of the tenth."""
+    folder = root / f"imagenet{side}"
+    folder.mkdir(exist_ok=True, parents=True)
+    r, made = np.random.default_rng(0), []
+    for k in batches:
+        x = r.integers(0, 256, (k, 3 * side**2)).astype(np.uint8)
+        arrays = {"data": x, "labels": r.integers(1, 1001, k), "mean": x.mean(0)}
+        arrays |= change if k == 10 else {}
+        np.savez(folder / f"train_data_batch_{k}.npz", **arrays)
+        made.append(arrays)
+    return made
+
+
+def test_imagenet_layout(tmp_path):
+    made = imagenet(tmp_path, 64)
+    d = datasets.load("imagenet64", tmp_path)
+    assert (len(d), d.shape, d.classes) == (55, (3, 64, 64), 1000)
+    x = np.concatenate([m["data"] for m in made])
+    y = np.concatenate([m["labels"] for m in made])
+    assert np.array_equal(d.x.numpy().reshape(55, -1), x)
+    assert np.array_equal(d.y.numpy(), y - 1)
+    folder = tmp_path / "imagenet64"
+    for path in folder.glob("*.npz"):
+        path.unlink()  # converted once: the .npz are no longer needed
+    d.x[0] = 7  # what is written to the map does not reach the file
+    again = datasets.load("imagenet64", tmp_path, split="train")
+    assert np.array_equal(again.x.numpy().reshape(55, -1), x)
+    assert torch.equal(d.y, again.y)
+    assert sorted(p.name for p in folder.iterdir()) == ["train_x.uint8", "train_y.npy"]
+    with open(folder / "train_x.uint8", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(bytes([77]))
+    assert again.x[-1, -1, -1, -1] == 77  # mapped, not read
+    with pytest.raises(FileNotFoundError, match=r"lacks val_data.npz: .*image-net.org"):
+        datasets.load("imagenet64", tmp_path, split="test")
+    imagenet(tmp_path, batches=[1, 2, 4])
+    with pytest.raises(FileNotFoundError, match=r"lacks train_data_batch_3.npz, train_.*_5"):
+        datasets.load("imagenet32", tmp_path)
+
+
+NO_IMAGES = "has no 32x32 images of 1,000 classes"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"labels": np.arange(10)}, NO_IMAGES),
+        ({"labels": np.arange(992, 1002)}, NO_IMAGES),
+        ({"data": np.zeros((10, 12288), np.uint8)}, NO_IMAGES),
+        ({"data": np.array([put] * 10, object)}, "is damaged"),
+        (pickle.dumps({"data": 1}), "is damaged"),
+        (None, "is damaged"),
+    ],
+)
+def test_imagenet_refuses_and_leaves_no_images_behind(tmp_path, change, words):
+    """Changed arrays, other content, or a file that is cut off."""
+    imagenet(tmp_path, **(change if isinstance(change, dict) else {}))
+    path = tmp_path / "imagenet32/train_data_batch_10.npz"
+    if not isinstance(change, dict):
+        path.write_bytes(path.read_bytes()[:-100] if change is None else change)
+    with refused(path.name, words):
+        datasets.load("imagenet32", tmp_path)
+    assert not list(path.parent.glob("*train_x*"))
+
+
+def lm1b(root: Path, text: str, split: str = "train") -> None:
+    """The first file has a text, the others are empty."""
+    names = {"train": ("training", "news.en-{:05}-of-00100", range(1, 100))}
+    names["heldout"] = ("heldout", "news.en.heldout-{:05}-of-00050", range(50))
+    part, name, numbers = names[split]
+    folder = root / "lm1b" / datasets.LM1B / f"{part}-monolingual.tokenized.shuffled"
+    for k in numbers:
+        put(folder / name.format(k), text.encode() if k == numbers[0] else b"")
+
+
+class FakeProcessor:
+    """sentencepiece.SentencePieceProcessor, as far as it is used here: ids are letters."""
+
+    calls = 0
+
+    def __init__(self, model_proto: bytes):
+        self.add = model_proto[0]
+
+    def vocab_size(self) -> int:
+        return 200
+
+    def encode(self, sentence: str) -> list[int]:
+        FakeProcessor.calls += 1
+        return [ord(c) + self.add for c in sentence]
+
+
+@pytest.fixture
+def fake_sentencepiece(monkeypatch):
+    module = type(sys)("sentencepiece")
+    module.SentencePieceProcessor = FakeProcessor
+    monkeypatch.setitem(sys.modules, "sentencepiece", module)
+    monkeypatch.setattr(FakeProcessor, "calls", 0)
+
+
+def test_lm1b_rows_are_sentences_cropped_or_padded(tmp_path, fake_sentencepiece):
+    lm1b(tmp_path, "abc\nabcdefgh\n\nx\nab\u2028d\r\n")  # only \n ends a sentence
+    lm1b(tmp_path, "held\nout\n", split="heldout")
+    put(tmp_path / "lm1b/a.model", b"\x00")
+    d = datasets.load("lm1b", tmp_path, seq_len=4)
+    rows = [[97, 98, 99, -1, -1], [97, 98, 99, 100, 101], [120, -1, -1, -1, -1]]
+    assert d.data.tolist() == [*rows, [97, 98, 0x2028, 100, 13]]
+    assert d.classes == 200
+    tokens, targets, mask = d.batch(seed(), 50)
+    assert tokens.shape == targets.shape == mask.shape == (50, 4)
+    assert set(mask.sum(1).tolist()) == {0, 2, 4}
+    sizes = [len(datasets.load("lm1b", tmp_path, split=split)) for split in ("train", "test")]
+    assert sizes == [4, 2]
+
+
+def test_lm1b_is_tokenized_once(tmp_path, fake_sentencepiece):
+    lm1b(tmp_path, "abc\nab\n")
+    model = put(tmp_path / "lm1b/a.model", b"\x01")
+    for _ in range(2):
+        d = datasets.load("lm1b", tmp_path, seq_len=2)
+        assert d.data.tolist() == [[98, 99, 100], [98, 99, -1]]
+        assert FakeProcessor.calls == 2
+    assert datasets.load("lm1b", tmp_path, seq_len=1).data.tolist() == [[98, 99], [98, 99]]
+    model.write_bytes(b"\x02")  # another model: nothing stale is read
+    assert datasets.load("lm1b", tmp_path, seq_len=1).data.tolist() == [[99, 100], [99, 100]]
+
+
+def test_lm1b_without_its_parts(tmp_path, fake_sentencepiece):
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks .*00001-of-.* to .*00099-of.*: unpack http"
+    ):
+        datasets.load("lm1b", tmp_path)
+    lm1b(tmp_path, "a b\n")
+    with pytest.raises(FileNotFoundError, match=r"0 files \*.model: put one sentencepiece"):
+        datasets.load("lm1b", tmp_path)

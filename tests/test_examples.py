@@ -137,7 +137,7 @@ def test_wrong_flags_are_errors(start, example):
         wrong[("--text", "nowhere")] = "nowhere"
         wrong[("--length", 500)] = "the text has 189 characters: use a --length below that."
     else:
-        wrong[("--data-dir", "nowhere")] = "nowhere/cifar10/cifar-10-batches-bin lacks"
+        wrong[("--data-dir", "nowhere")] = "nowhere/cifar10 lacks cifar-10-batches-bin"
     for flags, sentence in wrong.items():
         with pytest.raises((OSError, RuntimeError, ValueError), match=re.escape(sentence)):
             start(example, *flags)

@@ -45,13 +45,12 @@ def test_a_mixture_has_the_batch_sizes_of_its_tasks():
     [
         ({"name": "adam"}, "unknown recipe 'adam': use one of mulo_s"),
         ({"scale": "large"}, "unknown scale 'large': use one of desk, paper"),
-        ({"widths": (0,)}, "widths must be 1 or more, warmup and seed 0 or more"),
+        ({"widths": (0,)}, "fashion8_mlp_w0_d3 is too small: use w1_d2 or more"),
         ({"pairs": 0}, "pairs must be above 0, not 0"),
-        ({"clip": -1.0}, "clip must be above 0, not -1.0"),
         ({"unroll": 50}, "shortest=500 exceeds unroll=50"),
         ({"backend": "fast"}, "unknown backend 'fast': use one of auto, kernel"),
     ],
 )
 def test_numbers_that_are_refused(changes, reason):
-    with pytest.raises(ValueError, match=reason.replace("*", r"\*")):
+    with pytest.raises(ValueError, match=reason):
         recipes.recipe(**({"name": "mulo_m"} | changes))
