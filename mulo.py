@@ -314,7 +314,7 @@ class MuLO(torch.optim.Optimizer):
         for g in {id(g): g for g in groups}.values():
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
             t = roles.annealed_to(g)
-            if t < g["step"] and config.t_max and config.net == "small_fc":
+            if t < g["step"] and config.t_max:
                 times = max(g["step"], config.t_max) / max(t, config.t_max)
                 scale = scale * times**config.anneal  # undo the annealing since t
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
@@ -458,6 +458,8 @@ class MuLO(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state_dict to continue bit for bit. State stays float32 for bf16 parameters."""
         saved = self._match_state(state_dict)
+        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        state_dict = state_dict | {"param_groups": [ours | theirs for ours, theirs in pairs]}
         super().load_state_dict(state_dict)  # casts to the p's dtype
         for p, state in saved:
             for k, x in state.items():

@@ -37,7 +37,7 @@ class LOConfig:
     eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
     t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
-    anneal: float = 0.0  # small_fc: beyond t_max updates shrink as (t_max / t)^anneal
+    anneal: float = 0.0  # beyond t_max, updates shrink as (t_max / t)^anneal
     input_base: float | None = None  # input size in meta-training: see roles.size_factor
     by_channels: bool = False  # scale hidden convs by 1/channels: see roles.size_factor
     lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
@@ -225,4 +225,5 @@ def generate(
     x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
     x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
     h, cell = lstm_step(phi, x, h, cell, share)
-    return memory, h, cell, *hypernetwork(config, phi, h)
+    weights, alpha = hypernetwork(config, phi, h)
+    return memory, h, cell, weights, alpha * features.annealing(t, config.t_max, config.anneal)

@@ -101,6 +101,8 @@ DESK_VELO = {  # a bank of 256 as in the authors' VeLO: the MLPs of a small bank
     "lstm_hidden": 16, "param_inits": 256, "sigma": 0.02, "lr": 4e-3, "lr_end": 4e-4, "steps": 500,
     "anneal": 0.0,
 }  # fmt: skip
+# The epsilons of the reference suppress VeLO's features on wide nets, where gradients are small.
+DESK_MUVELO = {"eps": "relative", "steps": 1000, "anneal": 0.5}
 DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: with 0.001, SP nets diverge from the start
 RECIPES = {"mulo_s": {}, "mulo_m": {}, "muvelo_m": VELO, "lo_s": SP, "lo_m": SP}
 RECIPES["velo_m"] = VELO | SP
@@ -114,7 +116,7 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
         raise ValueError(f"unknown scale {scale!r}: use one of {', '.join(SCALES)}.")
     fields = {"name": name} | (DESK if scale == "desk" else {}) | RECIPES[name]
     if scale == "desk" and fields.get("net") == "velo":
-        fields |= DESK_VELO if fields.get("mup", True) else DESK_VELO | DESK_VELO_SP
+        fields |= DESK_VELO | (DESK_MUVELO if fields.get("mup", True) else DESK_VELO_SP)
     if name.endswith("_s"):
         fields["widths"] = fields.get("widths", Recipe.widths)[:1]
     r = Recipe(**(fields | changes))
@@ -133,7 +135,7 @@ def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
     """The learned optimizer that a run starts from."""
     names = {field.name for field in dataclasses.fields(mulo.LOConfig)}
     config = {k: v for k, v in vars(r).items() if k in names} | {"input_base": r.input_base or None}
-    config["t_max"] = float(r.unroll) if r.net == "small_fc" else None
+    config["t_max"] = float(r.unroll) if r.net == "small_fc" or r.anneal else None
     generator = torch.Generator().manual_seed(r.seed)
     return mulo.NETS[r.net](mulo.LOConfig(**config), generator).to(device)
 

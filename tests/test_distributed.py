@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import mulo
 
-STEPS, BATCH = 40, 32
+STEPS, BATCH = 200, 32
 CASES = [(how, lo) for how in ("ddp", "zero", "fsdp2") for lo in ("mulo_m", "muvelo_m")]
 CASES += [("tensor", "mulo_m")]
 
