@@ -35,7 +35,7 @@ IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input
 # Experiment: the widest net of each family that Muon, which is slow on wide nets, is trained on.
 # It is left out of all others, and of a ranking if it misses one of its tasks.
 MUON_WIDEST = {
-    "width": {"mlp": 512}, "rank": {}, "horizon, cosine": {"mlp": 1024},
+    "width": {"mlp": 512, "vit": 128, "lm": 128}, "rank": {}, "horizon, cosine": {"mlp": 1024},
     "transfer": {"mlp": 512, "conv": 128, "vit": 128, "lm": 128},
 }  # fmt: skip
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5

@@ -314,7 +314,7 @@ def test_command_line(copied, small, complaint):
     (copied / "mulo_m.vector.pt2").unlink()
     assert "no file" in complaint(export, path)
     assert "no file nowhere.json: export the optimizer with" in complaint(export, "nowhere.json")
-    assert "no learned optimizer" in complaint(export, "nothing_like_it")
+    assert "no file" in complaint(export, "nothing_like_it")
     assert "File exists" in complaint(export, "mulo_m", "--out", path)
 
 
