@@ -203,7 +203,7 @@ class MuLO(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             raise TypeError("params must not be a model: use mulo.param_groups(model, roles).")
         if backend not in kernels.BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}: use one of {kernels.BACKENDS}.")
+            raise ValueError(f"unknown backend {backend!r}: use {kernels.CHOICES}.")
         self.lo, self.num_steps, self.backend = lo, num_steps, backend
         self.distributed = distributed
         self._nonfinite: dict[torch.device, Tensor] = {}

@@ -35,8 +35,8 @@ IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input
 # Experiment: the widest net of each family that Muon, which is slow on wide nets, is trained on.
 # It is left out of all others, and of a ranking if it misses one of its tasks.
 MUON_WIDEST = {
-    "width": {"mlp": 512, "vit": 128, "lm": 128}, "rank": {}, "horizon, cosine": {"mlp": 1024},
-    "transfer": {"mlp": 512, "conv": 128, "vit": 128, "lm": 128},
+    "width": {"mlp": 512, "vit": 128, "lm": 128}, "rank": {"mlp": 512, "vit": 128, "lm": 128},
+    "horizon, cosine": {"mlp": 1024}, "transfer": {"mlp": 512, "conv": 128, "vit": 128, "lm": 128},
 }  # fmt: skip
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
@@ -52,7 +52,7 @@ TRANSFER = {  # tasks of `transfer`: widths
 def enters(experiment: str, optimizer: str, task: str) -> bool:
     """Whether an optimizer is trained on a task: Muon on nets up to MUON_WIDEST, others on all."""
     net, widest = tasks.get(task), MUON_WIDEST.get(experiment, {})
-    return optimizer != "muon" or net.width <= widest.get(net.family, 0)
+    return not optimizer.startswith("muon") or net.width <= widest.get(net.family, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +109,11 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
-    def entrants(self, experiment: str, *names: str) -> dict[str, Contender]:
-        """The optimizers that an experiment trains on all tasks of these names."""
+    def entrants(self, experiment: str, *names: str, oracle: bool = False) -> dict[str, Contender]:
+        """The optimizers that an experiment trains on all tasks of these names; with `oracle`, also
+        Muon tuned at every width."""
         known = self.contenders()
+        known |= self.contenders("muon_oracle") if oracle and "muon" in known else {}
         return {k: c for k, c in known.items() if all(enters(experiment, k, x) for x in names)}
 
 
@@ -169,7 +171,7 @@ def width(suite: Suite, results: Results) -> Finding:
     parametrization (SP) stop improving or diverge (figures 3 and 4).
     """
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, _, rows, fig = sweep(suite, results, suite.contenders(), "width", sizes)
+    final, _, rows, fig = sweep(suite, results, suite.entrants("", oracle=True), "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
         kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
@@ -196,8 +198,8 @@ def rank(suite: Suite, results: Results) -> Finding:
     At widths from 2048 (Large) to 8192 (XXL), μLO_M and μVeLO_M have the two best average ranks
     (1.2 to 2.6); VeLO_M and LO_M have the worst (4.0 to 6.0) (table 1).
     """
-    # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, has
-    # not finished there. A diverged net has the loss of guessing.
+    # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, and
+    # Muon, which has a cosine, have not finished there. A diverged net has the loss of guessing.
     runs, jobs = {1: 1, 3: 5, 5: 5}, {}  # horizons: length of the run
     optimizers = suite.entrants("rank", *(f.task(w) for f in suite.families for w in f.columns))
     names, columns = list(optimizers), list(product(runs, SIZES))
@@ -233,7 +235,8 @@ def rank(suite: Suite, results: Results) -> Finding:
         ):
             inside, others = [], []
             for name, x in zip(names, row, strict=True):
-                (inside if name in claimed else others).append(sign * x)
+                if name != "muon":  # not in the paper
+                    (inside if name in claimed else others).append(sign * x)
             if inside and others:
                 checks[f"{claim}, {size}, after {t}x the horizon"] = max(inside) < min(others)
     average = ranks["all"].view(len(runs), len(SIZES), -1).mean(1)  # (runs, optimizers)
@@ -284,7 +287,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
     (fig, axes), checks, summary, jobs = figure(len(panels)), {}, [], {}
     for f, schedule, times, n in runs:
         args = f.task(f.base), times * suite.steps, schedule, range(n)
-        optimizers = suite.entrants(f"horizon, {schedule}", f.task(f.base))
+        optimizers = suite.entrants(f"horizon, {schedule}", f.task(f.base), oracle=True)
         jobs[f, schedule, times, n] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
     for run, by_name in jobs.items():
@@ -441,6 +444,7 @@ def resnet(suite: Suite, results: Results) -> Finding:
 ENTRANTS = [  # optimizer, schedule
     ("mulo_m", "constant"), ("mulo_m", "cosine2"), ("adamw", "constant"), ("muadam", "constant"),
     ("adamw_default", "constant"), ("adamw_oracle", "cosine"), ("muon", "warmup"),
+    ("muon_oracle", "warmup"),
 ]  # fmt: skip
 
 
@@ -511,10 +515,15 @@ def tune(suite: Suite, results: Results) -> None:
         runs += [(f.task(f.base), n * suite.steps, "cosine") for n in f.horizons]
     runs += [(name.format(w[0]), suite.steps, "constant") for name, w in TRANSFER.items()]
     tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
-    for task in (name.format(w) for name, widths in TRANSFER.items() for w in widths):
-        tunings.append(Tuning("adamw", task, suite.steps, "cosine", True))
-        if enters("transfer", "muon", task):
-            tunings.append(Tuning("muon", task, suite.steps, "warmup", True, (5001,)))
+    transfer = [name.format(w) for name, widths in TRANSFER.items() for w in widths]
+    tunings += [Tuning("adamw", task, suite.steps, "cosine", True) for task in transfer]
+    muon = [("transfer", task, 1) for task in transfer]
+    for f in suite.families:
+        muon += [("width", f.task(w), 1) for w in f.widths]
+        muon += [("horizon, cosine", f.task(f.base), n) for n in f.horizons]
+    for experiment, task, n in muon:
+        if enters(experiment, "muon", task):
+            tunings.append(Tuning("muon", task, n * suite.steps, "warmup", True, (5001,)))
     missing = [tuning for tuning in tunings if not evaluate.best(*tuning.key())]
     for tuning, values in results.execute(missing, "tuning"):
         evaluate.remember(values, *tuning.key())

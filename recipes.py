@@ -76,8 +76,7 @@ class Recipe:
         if self.shortest > self.unroll:
             raise ValueError(f"shortest={self.shortest} exceeds unroll={self.unroll}: lower it.")
         if self.backend not in kernels.BACKENDS:
-            choices = ", ".join(kernels.BACKENDS)
-            raise ValueError(f"unknown backend {self.backend!r}: use one of {choices}.")
+            raise ValueError(f"unknown backend {self.backend!r}: use {kernels.CHOICES}.")
 
     def tasks(self) -> list[tasks.Task]:
         """The tasks of a run, in μP or in standard parametrization (SP)."""

@@ -37,7 +37,7 @@ from mulo import features
 from mulo.features import Accumulators, Dims, Numbers, Phi, Rates
 from mulo.kernels import folded
 
-BACKENDS = ("auto", "kernel", "folded", "literal")
+BACKENDS, CHOICES = ("auto", "kernel", "folded", "literal"), "auto, kernel, folded or literal"
 MAX_LAYERS, MAX_SIZE = 3, 128  # hidden layers and units that cpu.cpp supports
 TOLERANCE = 1e-5  # of the self-check, relative to the largest update
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels get float32

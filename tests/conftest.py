@@ -160,7 +160,7 @@ def velo_4000():
 @pytest.fixture
 def copied(exported, tmp_path):
     """Some of the exported files, to be damaged."""
-    for file in ("json", "pt", "vector.onnx", "ts", "vector.pt2"):
+    for file in ("json", "pt", "vector.onnx", "tensor.onnx", "ts", "vector.pt2"):
         shutil.copy(exported / f"mulo_m.{file}", tmp_path)
     config = json.loads((tmp_path / "mulo_m.json").read_text())
     config["sha256"] = {k: v for k, v in config["sha256"].items() if (tmp_path / k).exists()}

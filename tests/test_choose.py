@@ -72,7 +72,7 @@ def test_shipped(name):
     for field in fields:
         assert r[field] == getattr(desk, field), field
     assert tuple(r["widths"]) == desk.widths
-    assert lo.config.t_max == (r["unroll"] if r["net"] == "small_fc" else None)
+    assert lo.config.t_max == recipes.new_lo(desk).config.t_max
     tried = json.loads(about["chosen_among"])
     assert len({x["seed"] for x in tried}) >= 2
     assert min(tried, key=lambda x: x["validation"])["seed"] == r["seed"]

@@ -108,7 +108,7 @@ def test_contenders(lo_m):
     assert contender("adamw").rules == ()
     assert (contender("mulo_m").name, contender("mulo_m").rules) == ("mulo_m", roles.ALL)
     assert (lo_m.name, lo_m.rules, lo_m.recipe) == ("lo_m_seed3", (), "lo_m")
-    with pytest.raises(FileNotFoundError, match="no learned optimizer 'sgd'"):
+    with pytest.raises(FileNotFoundError, match="no file 'sgd'"):
         contender("sgd")
 
 
@@ -323,7 +323,7 @@ def test_messages(tmp_path, complaint):
         (["tune", "fashion9_mlp"], "unknown kind 'fashion9_mlp': use one of in32_mlp"),
         (["tune", "fashion8_mlp", "--seeds", 0], "must be an integer of 1 or more"),
         (["task", "foo", "--optimizers", "adamw"], "unknown task"),
-        ([*task, "--optimizers", "sgd"], "no learned optimizer 'sgd'"),
+        ([*task, "--optimizers", "sgd"], "no file 'sgd'"),
         ([*task, "--optimizers", "adamw", "--device", "foo"], "unknown device 'foo'"),
         (["task", "fashion_conv_w8_d2", "--optimizers", "adamw"], "evaluate.py tune fashion_conv"),
     ):

@@ -401,7 +401,7 @@ CPU, SMALL = torch.device("cpu"), LOConfig(hidden_size=3, hidden_layers=1)
 
 
 def test_names():
-    with pytest.raises(ValueError, match="unknown backend 'fast': use one of auto, kernel"):
+    with pytest.raises(ValueError, match="unknown backend 'fast': use auto, kernel"):
         mulo.MuLO([nn.Parameter(torch.zeros(3))], mulo.SmallFC(), backend="fast")
 
 

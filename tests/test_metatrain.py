@@ -284,6 +284,7 @@ def test_three_outer_steps_as_before(name):
     small = {"widths": (8, 12), "steps": 3, "pairs": 2, "micro_batch": 2, "truncation": 5}
     small |= {"batch_size": 16, "unroll": 9, "shortest": 4, "warmup": 1, "input_base": 0.0}
     small |= {} if "velo" in name else {"lr": 1e-2, "lr_end": 1e-3}
+    small |= {"eps": "reference", "anneal": 0.0} if name == "muvelo_m" else {}
     r = recipe(name, lstm_hidden=4, param_inits=6, **small)
     trainer = Trainer(r, new_lo(r))
     for _ in range(3):
@@ -465,7 +466,7 @@ def test_two_processes(whole, tmp_path, complaint):
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
     logs = (np.genfromtxt(x / "log.csv", delimiter=",") for x in (both, whole))
-    np.testing.assert_allclose(*logs, rtol=1e-4)
+    np.testing.assert_allclose(*logs, rtol=1e-3)  # sums in another order
     assert finished_run(cut)[0] == finished_run(both)[0]
     assert torch.equal(finished_run(cut)[1], finished_run(both)[1])
     assert "under torchrun --nproc-per-node 2" in complaint(metatrain, "--resume", cut)

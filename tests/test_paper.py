@@ -199,7 +199,7 @@ def test_commands(tiny, folder, tmp_path, monkeypatch, capsys, complaint):
     assert "## Wider nets" in page
     assert "[table](results/coord.csv)" in page
     assert (tmp_path / "results" / "picture.png").read_bytes() == b"figure"
-    assert "no learned optimizer 'sgd'" in complaint(paper, "width", "--optimizers", "sgd")
+    assert "no file 'sgd'" in complaint(paper, "width", "--optimizers", "sgd")
 
 
 def test_results_md_lists_what_fails(tmp_path):

@@ -48,7 +48,7 @@ def test_a_mixture_has_the_batch_sizes_of_its_tasks():
         ({"widths": (0,)}, "fashion8_mlp_w0_d3 is too small: use w1_d2 or more"),
         ({"pairs": 0}, "pairs must be above 0, not 0"),
         ({"unroll": 50}, "shortest=500 exceeds unroll=50"),
-        ({"backend": "fast"}, "unknown backend 'fast': use one of auto, kernel"),
+        ({"backend": "fast"}, "unknown backend 'fast': use auto, kernel, folded or literal"),
     ],
 )
 def test_numbers_that_are_refused(changes, reason):
