@@ -454,8 +454,8 @@ def transfer(suite: Suite, results: Results) -> Finding:
     Not in the paper. μLO_M runs untuned, at a constant rate and under a cosine from 2 to 0.2; AdamW
     at its default rate, with its rate tuned at each task's smallest width, and under a cosine with
     its rate tuned at every width; Muon (orthogonalised momentum for all matrices) under its own
-    cosine, at one rate for all tasks, on nets up to width 512. Ranks are over the tasks that all
-    have run.
+    cosine, at one rate for all tasks and tuned at every width, on nets up to width 256. Ranks are
+    over the tasks that all have run.
     """
     optimizers, jobs = suite.contenders(*dict(ENTRANTS)), {}
     for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
