@@ -21,7 +21,7 @@ LABELS = {
     "velo_m": "VeLO_M", **BASELINES, **MORE_BASELINES,
     "mulo_m without input rule": "μLO_M without input rule",
 }  # fmt: skip
-COLOURS = {name: f"C{k}" for k, name in enumerate(LABELS)} | {"muon": "k", "muon_oracle": "0.5"}
+COLOURS = {name: f"C{k}" for k, name in enumerate(LABELS)} | {"muon": "k", "muon_oracle": "C1"}
 
 
 class Finding(NamedTuple):
