@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import mulo
-from mulo import LO, LOConfig, checkpoints, features, roles
+from mulo import LO, LOConfig, checkpoints, features, nets, roles
 from mulo.features import Accumulators, LossBuffer, Rates
 from mulo.kernels import folded
 
@@ -99,7 +99,7 @@ class Graphs(nn.Module):
         rates = features.rates_of({"w0": torch.zeros(1, 1, 1)} if velo else mulo.stacked(lo))
         buffers |= {f"rate_{k}": x for k, x in rates._asdict().items()}  # exp differs by runtime
         if not velo or kind in ("hyper", None):  # VeLO's weights are inputs of a step
-            buffers |= mulo.stacked(lo)
+            buffers |= nets.fused(lo.config, mulo.stacked(lo)) if velo else mulo.stacked(lo)
         for k, x in buffers.items():
             self.register_buffer(k, x.detach().float().clone())
 
@@ -128,11 +128,13 @@ class Graphs(nn.Module):
         x = dict(zip(shapes(self.config, "hyper")[0], inputs, strict=True))
         net = {k: v[None] for k, v in x.items()}  # one net
         memory = LossBuffer(*(net[f"loss_{k}"] for k in LossBuffer._fields))
-        arguments = memory, net["loss"], x["loss_decay"], net["t"], x["num_steps"]
-        arguments += net["features"], net["h"], net["cell"], self.times
-        phi = dict(self.named_buffers())
-        memory, h, cell, weights, alpha = mulo.generate(self.config, phi, *arguments)
-        return tuple(y[0] for y in (*memory, h, cell, alpha, *weights.values()))
+        t, config, phi = net["t"], self.config, dict(self.named_buffers())
+        x_time = features.fraction_features(t, x["num_steps"], config.spec, self.times)
+        arguments = memory, net["loss"], x["loss_decay"], x_time, net["features"]
+        memory, h, cell, packed, alpha = mulo.generate(phi, *arguments, net["h"], net["cell"])
+        alpha = alpha * features.annealing(t, config.t_max, config.anneal)
+        weights = nets.unpack(config, packed).values()
+        return tuple(y[0] for y in (*memory, h, cell, alpha, *weights))
 
 
 # ---------------------------------------------------------------- the formats

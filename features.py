@@ -60,10 +60,10 @@ class Rates(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step for each of the T tensors of P nets, (P, T) each."""
+    """Scalars of a step for each of the T tensors of P nets, (P, T) each, on the CPU."""
 
     t: Tensor  # 0 at the first step
-    scale: Tensor  # lr times the μP factor, times alpha for VeLO
+    scale: Tensor  # lr times the μP factor; VeLO's alpha, which is on the device, is not in it
     decay: Tensor  # lr times weight decay
     eps_scale: Tensor  # 1/fan_in with eps="fan_in", else 1
 
@@ -434,16 +434,16 @@ def loss_features(
     twice the largest mean so far, and ignored if it is not finite. The features are 0 for the first
     two steps. Float32, as in the reference, so that 1 - decay^n loses the same digits.
     """
-    finite = (loss.abs() < math.inf).unsqueeze(-1)
-    n, loss = buffer.count.unsqueeze(-1) + 1, loss.unsqueeze(-1)
-    largest = torch.where(n == 1, loss, (buffer.means / (1 - decay**n)).amax(-1, True))
+    finite, loss = (loss.abs() < math.inf).unsqueeze(-1), loss.unsqueeze(-1)
+    n = buffer.count.unsqueeze(-1) + finite
+    by = 1 - decay**n
+    largest = torch.where(n == 1, loss, (buffer.means / by).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
     means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
-    n = buffer.count.unsqueeze(-1) + finite
-    ema = means / (1 - decay**n)
+    ema = means / by
     low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1
-    x = torch.where(n <= 2, 0.0, x.clamp(-1, 1))
+    x = x.clamp(-1, 1).masked_fill(n <= 2, 0.0)
     return LossBuffer(means, low, n.squeeze(-1)), x
 
 

@@ -114,32 +114,30 @@ class Particles:
         eps = self.recipe.sigma * features.send(noise, device)
         phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
         weights = self.opt.prepare(phis)
-        delta, began = torch.empty(steps, n, device=device), torch.zeros(steps, n, dtype=torch.bool)
-        diverged, num_diverged = torch.zeros(n, dtype=torch.bool, device=device), 0
-        loss_sum, bound = 0.0, self.task.loss_bound
+        losses = torch.empty(steps, 2, n, device=device)
+        began, start = torch.zeros(steps, n, dtype=torch.bool), torch.zeros(n)
+        num_diverged, bound = 0, self.task.loss_bound
         for k in range(steps):
             finished = self.t >= self.length
             if finished.any():
                 self.restart(finished, phis)
-                diverged &= ~features.send(finished, device)
                 began[k:] |= finished
-            losses = self.inner_step(weights)
-            finite = losses.isfinite()
-            clipped = torch.where(finite, losses, bound).clamp(0, bound)
-            delta[k] = clipped[:n] - clipped[n:]
-            loss_sum += clipped.mean()
+                start[finished] = k
+            losses[k] = self.inner_step(weights).view(2, n)
             self.t += 1
-            diverged |= ~finite.view(2, n).all(0)
-            if device.type == "cpu" or k == steps - 1:  # reading it syncs a GPU
-                ends = diverged.cpu()
+            if device.type == "cpu" or k == steps - 1:  # reading losses syncs a GPU
+                seen = losses[k : k + 1] if device.type == "cpu" else losses
+                bad = ~seen.isfinite().all(1).cpu()  # (steps, n); only the current unroll counts
+                ends = (bad & (torch.arange(k + 1 - len(bad), k + 1)[:, None] >= start)).any(0)
                 self.length = torch.where(ends, self.t, self.length)
                 num_diverged += int(ends.sum())
-                diverged.zero_()
-        return delta, began.to(device), eps, loss_sum / steps, num_diverged
+        clipped = torch.where(losses.isfinite(), losses, bound).clamp(0, bound)
+        delta = clipped[:, 0] - clipped[:, 1]
+        return delta, began.to(device), eps, clipped.mean(), num_diverged
 
     def inner_step(self, weights) -> Tensor:
         """One step of every net; returns the losses before it, (2n,)."""
-        t = features.send(torch.cat([self.t, self.t]), self.xi.device)
+        t = torch.cat([self.t, self.t])
         batch = training.batches(self.data, self.generators, self.task.batch_size, copies=2)
         losses, grads = training.gradients(self.task, self.theta, batch, self.recipe.tf32)
         self.opt.step(weights, self.state, self.theta, grads, losses, t)

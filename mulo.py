@@ -30,7 +30,7 @@ from torch import Tensor, nn
 __version__ = "0.2.0"
 __path__ = [os.path.dirname(os.path.abspath(__file__))]  # files beside this one are submodules
 
-from mulo import features, kernels, roles
+from mulo import features, kernels, nets, roles
 from mulo.checkpoints import from_pylo, from_reference, load, save
 from mulo.features import Accumulators, Dims, Eps, Numbers, Phi, Rates, trailing
 from mulo.kernels import folded, sharded
@@ -94,12 +94,20 @@ class Stack:
 
 
 class Weights:
-    """Weights phi for P nets of T tensors, with the rates and packed weights computed from them."""
+    """Weights for P nets of T tensors: an MLP per net, phi (P | 1, ...), or VeLO's, one per tensor:
+    packed (P, T, N) and alpha (P, T), from `generate`."""
 
-    def __init__(self, config: LOConfig, phi: Phi, backend: str):
-        self.phi = phi  # (P | 1, ...), an MLP per net; VeLO: (P, T, ...), an MLP per tensor
-        self.rates = features.rates_of(phi)
-        self.packed = kernels.pack(config, phi, self.rates) if backend == "kernel" else None
+    def __init__(self, config: LOConfig, phi: Phi | Tensor, backend: str, alpha=None):
+        self.packed = phi if isinstance(phi, Tensor) else None
+        self.phi = phi if self.packed is None else nets.unpack(config, phi)
+        self.alpha, self.rates = alpha, features.rates_of(self.phi)
+        if self.packed is None and backend == "kernel":
+            self.packed = kernels.pack(config, phi, self.rates)
+
+    def scaled(self, numbers: Numbers) -> Numbers:
+        """The numbers on the weights' device, with alpha in the scale."""
+        numbers = Numbers(*features.send(torch.stack(numbers), self.phi["w0"].device))
+        return numbers._replace(scale=numbers.scale * (1.0 if self.alpha is None else self.alpha))
 
 
 def advance_(
@@ -109,19 +117,20 @@ def advance_(
     stacks: list[Stack],  # T of them, of P tensors each
     grads: list[Tensor],  # (P, *shape) each
     numbers: Numbers,  # (P, T) each
-    count: bool = False,
-) -> Tensor | int:
-    """Step the stacks in place; with `count`, return how many entries of g are NaN or infinite."""
-    velo, bad, slow = config.net == "velo", 0, range(len(stacks))
+    bad: Tensor | None = None,  # (): the number of NaN or infinite entries of g is added to it
+) -> None:
+    """Step the stacks in place."""
+    velo, slow = config.net == "velo", range(len(stacks))
     if backend == "kernel":
         fast = [n for n in slow if stacks[n].rows is not None]
         slow = [n for n in slow if stacks[n].rows is None]
         if fast:
             rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
-            fast_grads = [grads[n] for n in fast]
-            bad = kernels.step_(config, rows, params, fast_grads, weights.packed, numbers, fast)
+            args = rows, params, [grads[n] for n in fast], weights.packed, numbers, fast
+            kernels.step_(config, *args, weights.alpha, bad)
     if not slow:
-        return bad
+        return
+    numbers = weights.scaled(numbers)
     pure_step = step if backend == "literal" else folded.step
 
     @features.float32_products()
@@ -135,9 +144,9 @@ def advance_(
 
     steps = {n: (partial(step_one, n), stacks[n].shards) for n in slow}
     for n, (acc, p) in sharded.replay(steps):
-        bad = bad + (~grads[n].isfinite()).sum() if count else bad
+        if bad is not None:
+            bad += (~grads[n].isfinite()).sum()
         torch._foreach_copy_([stacks[n].p, *stacks[n].acc], [p, *acc])
-    return bad
 
 
 def statistics_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
@@ -148,7 +157,10 @@ def statistics_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor
         fast = [n for n, x in enumerate(stacks) if x.p.device == device and x.rows is not None]
         if fast and kernels.choose(backend, config, device) == "kernel":
             rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
-            by_index |= zip(fast, kernels.statistics(config, rows, params).unbind(1), strict=True)
+            statistics = kernels.statistics(config, rows, params)
+            if len(fast) == len(stacks):
+                return statistics
+            by_index |= zip(fast, statistics.unbind(1), strict=True)
     slow = {n: x for n, x in enumerate(stacks) if n not in by_index}
     pure = features.tensor_statistics
     by_index |= sharded.replay(
@@ -218,6 +230,7 @@ class MuLO(torch.optim.Optimizer):
         self._warned: set[str] = set()
         self._stacks: dict[nn.Parameter, tuple[tuple, list[Tensor], Stack]] = {}
         self._weights: dict[torch.device, tuple[tuple, Phi, Weights | Phi]] = {}
+        self._lstm: tuple[list[Tensor], tuple] = [], ()
 
     def add_param_group(self, param_group: dict) -> None:
         given = dict(param_group)
@@ -260,16 +273,15 @@ class MuLO(torch.optim.Optimizer):
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         stacks = [self._stack(p, group) for p, group in params]
-        phi, alpha = self._generate(params, stacks, loss) if velo else ({}, None)
+        packed, alpha = self._generate(params, stacks, loss) if velo else (None, None)
         for device in dict.fromkeys(p.device for p, _ in params):
             on_device = [k for k, (p, _) in enumerate(params) if p.device == device]
             backend = kernels.choose(self.backend, self.lo.config, device)
-            numbers = self._numbers([params[k][1] for k in on_device], device)
+            numbers = self._numbers([params[k][1] for k in on_device])
             if velo:
                 index = slice(None) if len(on_device) == len(params) else on_device
-                generated = {name: w[:, index].to(device) for name, w in phi.items()}
-                weights = Weights(self.lo.config, generated, backend)
-                numbers.scale.mul_(alpha[:, index].to(device))
+                packed_here, alpha_here = (x[:, index].to(device) for x in (packed, alpha))
+                weights = Weights(self.lo.config, packed_here, backend, alpha_here)
             else:
                 weights = self._weights_on(device)
             grads = [sharded.local_grad(params[k][0]).view_as(stacks[k].p) for k in on_device]
@@ -278,19 +290,21 @@ class MuLO(torch.optim.Optimizer):
                 for k, g in zip(on_device, grads, strict=True)
                 if params[k][1]["freeze_zero_grad"]
             ]
-            bad = self._advance(backend, weights, [stacks[k] for k in on_device], grads, numbers)
+            if device not in self._nonfinite:
+                self._nonfinite[device] = torch.zeros((), dtype=torch.int64, device=device)
+            args = [stacks[k] for k in on_device], grads, numbers, self._nonfinite[device]
+            self._advance(backend, weights, *args)
             for p, before, is_zero in kept:
                 p.copy_(torch.where(is_zero, before, p))
-            self._nonfinite[device] = self._nonfinite.get(device, 0) + bad
         for group in self.param_groups:
             group["annealed_to"] = roles.annealed_to(group)
             group["step"] = group["step"] + 1
         self._warn_nonfinite()
         return loss
 
-    def _advance(self, *args) -> Tensor | int:
+    def _advance(self, *args) -> None:
         """Call `advance_`; a subclass may run the step elsewhere."""
-        return advance_(self.lo.config, *args, count=True)
+        advance_(self.lo.config, *args)
 
     def _with_gradients(self) -> list[tuple[nn.Parameter, dict]]:
         members = ((p, group) for group in self.param_groups for p in group["params"])
@@ -308,20 +322,18 @@ class MuLO(torch.optim.Optimizer):
             self._stack(p, group)
         return bool(params)
 
-    def _numbers(self, groups: list[dict], device: torch.device) -> Numbers:
-        """The numbers of each tensor, (1, T): views of one tensor, to copy to the device once."""
+    def _numbers(self, groups: list[dict]) -> Numbers:
+        """The numbers of each tensor, (1, T)."""
         config, rows = self.lo.config, {}
         for g in {id(g): g for g in groups}.values():
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
-            t = roles.annealed_to(g)
-            if t < g["step"] and config.t_max:
-                times = max(g["step"], config.t_max) / max(t, config.t_max)
-                scale = scale * times**config.anneal  # undo the annealing since t
+            if t_max := config.t_max:  # the step of small_fc anneals to g["step"], VeLO's does not
+                annealed = t_max if config.net == "velo" else max(g["step"], t_max)
+                scale = scale * (annealed / max(roles.annealed_to(g), t_max)) ** config.anneal
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
             rows[id(g)] = g["step"], g["lr"] * scale, g["lr"] * g["weight_decay"], eps_scale
         rows = [rows[id(g)] for g in groups]
-        columns = torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1)  # (4, 1, T)
-        return Numbers(*features.send(columns, device).unbind())
+        return Numbers(*torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1))
 
     def _weights_on(self, device: torch.device) -> Weights | Phi:
         """The learned optimizer's weights on a device, cached until they change: for `advance_`,
@@ -334,6 +346,8 @@ class MuLO(torch.optim.Optimizer):
             phi = {k: w.to(device, torch.float32) for k, w in source.items()}
             if config.net == "small_fc":
                 phi = Weights(config, phi, kernels.choose(self.backend, config, device))
+            else:
+                phi = nets.fused(config, phi)
             cached = self._weights[device] = key, source, phi  # keeps the addresses in `key` in use
         return cached[2]
 
@@ -381,8 +395,8 @@ class MuLO(torch.optim.Optimizer):
 
     def _generate(
         self, params: list[tuple[nn.Parameter, dict]], stacks: list[Stack], loss: Tensor | float
-    ) -> tuple[Phi, Tensor]:
-        """VeLO: step the LSTM of all T tensors; return MLPs, (1, T, ...), and alphas, (1, T)."""
+    ) -> tuple[Tensor, Tensor]:
+        """VeLO: step the LSTM of all T tensors; return packed MLPs (1, T, N) and alphas (1, T)."""
         config, loss = self.lo.config, torch.as_tensor(loss, dtype=torch.float32).detach()
         if loss.numel() != 1:
             raise ValueError(f"VeLO needs one loss, not {tuple(loss.shape)}: take its mean.")
@@ -394,28 +408,38 @@ class MuLO(torch.optim.Optimizer):
             if not params:  # a process without tensors, as in ZeRO, takes part in the max
                 share(torch.zeros(1, 1, config.lstm_hidden, device=device))
         if not params:
-            return {}, None
+            return None, None
         states = [self.state[p] for p, _ in params]
         memory = next(s["loss"].to(device) for s in self.state.values() if "loss" in s)
         memory = features.unpack_loss_buffer(memory[None])
         statistics = statistics_of(config, self.backend, stacks)
         ranks = features.rank_one_hot([p.shape for p, _ in params], device)
         x_tensor = features.tensor_features(statistics, ranks)
-        h, cell = (torch.stack([s[k].to(device) for s in states]) for k in ("h", "cell"))
+        h, cell = self._lstm_state(states, device)
         decays = features.loss_decays(self.num_steps, config.use_bugged_loss_features, device)
-        t = self._numbers([group for _, group in params], device).t
+        t = torch.tensor([[group["step"] for _, group in params]])
+        x_time = features.fraction_features(t, self.num_steps, config.spec)
+        inputs = decays, features.send(x_time, device), x_tensor, h, cell
         phi = self._weights_on(device)
-        inputs = decays, t, self.num_steps, x_tensor, h[None], cell[None]
-        memory, h, cell, phi, alpha = generate(config, phi, memory, loss, *inputs, share=share)
+        memory, h, cell, packed, alpha = generate(phi, memory, loss, *inputs, share=share)
         memory = features.pack_loss_buffer(memory)[0]
         for s, h_k, cell_k in zip(states, h[0], cell[0], strict=True):
             s["h"], s["cell"] = h_k, cell_k
+        self._lstm = [s[k] for k in ("h", "cell") for s in states], (h, cell)
         for s in self.state.values():
             if "M" in s:  # also without a gradient now
                 s["loss"] = memory
         if config.param_scale_mult:
             alpha = alpha * self._param_scale(statistics[..., 0])
-        return phi, alpha
+        return packed, alpha
+
+    def _lstm_state(self, states: list[dict], device: torch.device) -> list[Tensor]:
+        """h and cell of all tensors, (1, T, H): those of the last step, unless one was replaced."""
+        views, last = self._lstm
+        tensors = [s[k] for k in ("h", "cell") for s in states]
+        if len(tensors) == len(views) and all(map(operator.is_, tensors, views)):
+            return last
+        return torch.stack([x.to(device) for x in tensors]).unflatten(0, (2, 1, -1)).unbind()
 
     def _param_scale(self, mean_square: Tensor) -> Tensor:
         return features.param_scale(mean_square)

@@ -162,14 +162,33 @@ def mlp(phi: Phi, x: Tensor, hidden_layers: int) -> Tensor:
     return x.reshape(*shape[:-1], 2)
 
 
-def linear(phi: Phi, name: str, x: Tensor, scale: float = 1.0) -> Tensor:
-    """scale (x w + b) for x (P, T, n) and weights (P | 1, ...)."""
+def fused(config: LOConfig, phi: Phi) -> Phi:
+    """VeLO's weights (P | 1, ...) for `generate`: layers with the same input are one layer.
+
+    The generated weights are packed as kernels.pack does it: rates, then layers. The columns of the
+    rates have a constant bias and no weights.
+    """
+    x, scale = dict(phi), 100 / config.param_inits
+    i, g, f, o = x["lstm_b"].chunk(4, -1)
+    names = [f"bank_{n}{k}" for k in range(config.hidden_layers + 1) for n in "wb"]
+    bank = torch.cat([x[name].flatten(2) for name in names], -1)  # (P | 1, K, N)
+    rates = torch.cat(features.fixed_rates(bank.dtype, bank.device), -1)  # (1, 7)
+    fused = {"lstm_w": x["lstm_w"], "lstm_b": torch.cat([i, g, f + 1, o], -1)}
+    for n in "wb":
+        fused[f"inputs_{n}"] = torch.cat([x[f"mix_{n}"], x[f"embed_{n}"]], -1)
+        fused[f"outputs_{n}"] = torch.cat([scale * x[f"controls_{n}"], x[f"alpha_{n}"]], -1)
+    fused["bank_w"] = nn.functional.pad(bank, (rates.shape[1], 0))
+    return fused | {"bank_b": nn.functional.pad(rates, (0, bank.shape[-1]))}
+
+
+def linear(phi: Phi, name: str, x: Tensor) -> Tensor:
+    """x w + b for x (P, T, n) and weights (P | 1, ...)."""
     w, b = phi[f"{name}_w"].expand(len(x), -1, -1), phi[f"{name}_b"].unsqueeze(-2)
-    return torch.baddbmm(b, x, w, alpha=scale, beta=scale)
+    return torch.baddbmm(b, x, w)
 
 
 def lstm_step(
-    phi: Phi,  # (P | 1, ...) each
+    phi: Phi,  # from `fused`
     x: Tensor,  # (P, T, 30): per-tensor features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
@@ -177,53 +196,52 @@ def lstm_step(
 ) -> tuple[Tensor, Tensor]:
     """One LSTM step for every tensor. Its input includes a max over all tensors of the net; `share`
     extends the max to the tensors of other processes."""
-    largest = linear(phi, "mix", x).relu().amax(-2, keepdim=True)  # (P, 1, H)
-    y = linear(phi, "embed", x) + (share(largest) if share else largest)
-    i, g, f, o = linear(phi, "lstm", torch.cat([y, h], -1)).chunk(4, -1)
-    new = torch.sigmoid(i) * torch.tanh(g)
-    cell = torch.addcmul(new, torch.sigmoid(f + 1), cell)
-    return torch.sigmoid(o) * torch.tanh(cell), cell
+    mix, embed = linear(phi, "inputs", x).chunk(2, -1)
+    largest = mix.amax(-2, keepdim=True).relu()  # (P, 1, H)
+    y = embed + (share(largest) if share else largest)
+    gates = linear(phi, "lstm", torch.cat([y, h], -1))  # (P, T, 4 H)
+    (i, _, f, o), (_, g, _, _) = torch.sigmoid(gates).chunk(4, -1), gates.chunk(4, -1)
+    cell = torch.addcmul(i * torch.tanh(g), f, cell)  # `fused` has added 1 to f
+    return o * torch.tanh(cell), cell
 
 
-def hypernetwork(config: LOConfig, phi: Phi, h: Tensor) -> tuple[Phi, Tensor]:
-    """From the LSTM's output h (P, T, H): MLP weights (P, T, ...) and the rate alpha (P, T).
+def hypernetwork(phi: Phi, h: Tensor) -> tuple[Tensor, Tensor]:
+    """From the LSTM's output h (P, T, H): packed MLP weights (P, T, N) and the rate alpha (P, T).
 
     phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
     negative; the paper only calls it a learning-rate multiplier.
     """
-    control = linear(phi, "controls", h, 100 / config.param_inits)  # (P, T, K)
+    outputs = linear(phi, "outputs", h)  # (P, T, K + 1)
+    return linear(phi, "bank", outputs[..., :-1]), outputs[..., -1]
+
+
+def unpack(config: LOConfig, packed: Tensor) -> Phi:
+    """The MLP weights (P, T, ...) in packed ones, as views."""
+    shapes = [s for n, m in pairwise(config.layer_sizes()) for s in ((n, m), (m,))]
     names = [f"{n}{k}" for k in range(config.hidden_layers + 1) for n in "wb"]
-    banks = [phi[f"bank_{name}"] for name in names]  # (P | 1, K, ...)
-    parts = (control @ torch.cat([x.flatten(2) for x in banks], -1)).split(
-        [x[0, 0].numel() for x in banks], -1
-    )
-    shaped = [x.unflatten(-1, bank.shape[2:]) for x, bank in zip(parts, banks, strict=True)]
-    return dict(zip(names, shaped, strict=True)), linear(phi, "alpha", h).squeeze(-1)
+    sizes = [math.prod(s) for s in shapes]
+    parts = packed[..., -sum(sizes) :].split(sizes, -1)
+    return {k: x.unflatten(-1, s) for k, x, s in zip(names, parts, shapes, strict=True)}
 
 
 @features.float32_products()
 def generate(
-    config: LOConfig,
-    phi: Phi,
+    phi: Phi,  # from `fused`
     memory: LossBuffer,  # of P nets
     loss: Tensor,  # (P,)
     decays: Tensor,  # (10,) or (P, 10), from features.loss_decays
-    t: Tensor,  # (P, T)
-    num_steps: Tensor | int,  # the length of the run; (P, 1) if nets differ
+    x_time: Tensor,  # (P, T, 9), from features.fraction_features
     x_tensor: Tensor,  # (P, T, 12), from features.tensor_features
     h: Tensor,  # (P, T, H)
     cell: Tensor,  # (P, T, H)
-    fractions: Tensor | None = None,  # features.FRACTIONS, from an exported graph
     share: Callable[[Tensor], Tensor] | None = None,  # see lstm_step
-) -> tuple[LossBuffer, Tensor, Tensor, Phi, Tensor]:
+) -> tuple[LossBuffer, Tensor, Tensor, Tensor, Tensor]:
     """VeLO before each step: advance the LSTM and generate the MLPs of T tensors of P nets.
 
-    Returns memory, h, cell, the MLP weights (P, T, ...) and alpha (P, T).
+    Returns memory, h, cell, the packed MLP weights (P, T, N) and alpha (P, T), not annealed.
     """
     memory, x_loss = features.loss_features(memory, loss, decays)
-    x_time = features.fraction_features(t, num_steps, config.spec, fractions)
-    x_loss = x_loss.unsqueeze(1).expand(-1, t.shape[1], -1)
+    x_loss = x_loss.unsqueeze(1).expand(-1, h.shape[1], -1)
     x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
     h, cell = lstm_step(phi, x, h, cell, share)
-    weights, alpha = hypernetwork(config, phi, h)
-    return memory, h, cell, weights, alpha * features.annealing(t, config.t_max, config.anneal)
+    return memory, h, cell, *hypernetwork(phi, h)

@@ -163,12 +163,19 @@ class OrtMuLO(MuLO):
         return super()._stack(p, group)
 
     def _advance(
-        self, _, weights: Weights, stacks: list[Stack], grads: list[Tensor], numbers: Numbers
-    ) -> Tensor | int:
-        """Run the graphs on all tensors; returns how many gradient entries are not finite."""
+        self,
+        _,
+        weights: Weights,
+        stacks: list[Stack],
+        grads: list[Tensor],
+        numbers: Numbers,
+        bad: Tensor | None = None,
+    ) -> None:
+        """Run the graphs on all tensors; add to `bad` how many gradient entries are not finite."""
         if any(x.shards or x.p.dtype == torch.float64 for x in stacks):
             fix = "use mulo.MuLO for sharded or float64 parameters"
             raise RuntimeError(f"exported graphs take whole tensors in float32: {fix}.")
+        numbers = weights.scaled(numbers)
         for n, (stack, g) in enumerate(zip(stacks, grads, strict=True)):
             inputs = {k: row[0, n : n + 1] for k, row in numbers._asdict().items()}
             if self.lo.config.eps != "fan_in":
@@ -177,7 +184,7 @@ class OrtMuLO(MuLO):
                 inputs |= {k: w[0, n : n + 1].contiguous() for k, w in weights.phi.items()}
                 inputs["features"] = torch.zeros(1, 12, dtype=torch.float32, device=g.device)
             self._run(stack, g, inputs)
-        return sum((~g.isfinite()).sum() for g in grads)
+            bad += (~g.isfinite()).sum()
 
     def _run(self, stack: Stack, g: Tensor, inputs: dict[str, Tensor]) -> None:
         """Run a tensor's graph, with the other inputs that are given, and store its results."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import mulo
-from mulo import LO, LOConfig, Stack, Weights, features, kernels, tasks
+from mulo import LO, LOConfig, Stack, Weights, features, kernels, nets, tasks
 from mulo.features import Numbers, Phi, trailing
 from mulo.optimizees import datasets
 from mulo.optimizees.datasets import Batch
@@ -64,15 +64,15 @@ class Learned:
             scale.append(g["scale"] * size_factor(g["kind"], g["fan_in"], g["area"], config))
             eps_scale.append(1 / g["fan_in"] if config.eps == "fan_in" else 1.0)
         fixed = [scale, [0.0] * len(scale), eps_scale]
-        self.fixed = torch.tensor(fixed, device=device).unsqueeze(1)  # (3, 1, T): all but t
-        self._stacks: dict[str, Stack] = {}
+        self.fixed = torch.tensor(fixed).unsqueeze(1)  # (3, 1, T): all but t
+        self.device, self._stacks = device, {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
         """The initial state; VeLO's depends on num_steps, (P,) on the CPU."""
         acc = {k: features.init_accumulators(p, self.dims[k]) for k, p in theta.items()}
         if self.config.net == "small_fc":
             return {"acc": acc}
-        device, bugged = self.fixed.device, self.config.use_bugged_loss_features
+        device, bugged = self.device, self.config.use_bugged_loss_features
         decays = [features.loss_decays(int(n), bugged, device) for n in num_steps]
         shape = len(num_steps), len(theta), self.config.lstm_hidden
         return {
@@ -87,7 +87,7 @@ class Learned:
     def prepare(self, phi: Phi) -> Weights | Phi:
         """Prepare phi, (P | 1, ...), for any number of calls of `step`."""
         if self.config.net == "velo":
-            return phi
+            return nets.fused(self.config, phi)
         return Weights(self.config, phi, self.backend)
 
     def step(
@@ -97,7 +97,7 @@ class Learned:
         theta: Theta,
         grads: Theta,
         losses: Tensor,  # (P,)
-        t: Tensor,  # (P,), 0 at the first step
+        t: Tensor,  # (P,) on the CPU, 0 at the first step
         lr: float = 1.0,
     ) -> None:
         """One step of every net, in place."""
@@ -106,8 +106,8 @@ class Learned:
         t, scale, decay, eps_scale = (x.expand(shape) for x in (t.unsqueeze(1), *self.fixed))
         scale = scale * lr
         if self.config.net == "velo":
-            weights, alpha = self._generate(weights, state, stacks, losses, t)
-            scale = scale * alpha
+            weights = self._generate(weights, state, stacks, losses, t)
+            scale = scale * features.annealing(t, self.config.t_max, self.config.anneal)
         numbers, in_order = Numbers(t, scale, decay, eps_scale), [grads[name] for name in self.dims]
         mulo.advance_(self.config, self.backend, weights, stacks, in_order, numbers)
 
@@ -121,18 +121,21 @@ class Learned:
 
     def _generate(
         self, phi: Phi, state: State, stacks: list[Stack], losses: Tensor, t: Tensor
-    ) -> tuple[Weights, Tensor]:
-        """VeLO: generate each tensor's MLP and alpha, (P, T), and update the LSTM in `state`."""
-        statistics = mulo.statistics_of(self.config, self.backend, stacks)
-        ranks = features.rank_one_hot([x.p.shape[1:] for x in stacks], t.device)
+    ) -> Weights:
+        """VeLO: generate each tensor's MLP and alpha, and update the LSTM in `state`."""
+        config, memory = self.config, state["losses"]
+        statistics = mulo.statistics_of(config, self.backend, stacks)
+        ranks = features.rank_one_hot([x.p.shape[1:] for x in stacks], self.device)
         x_tensor = features.tensor_features(statistics, ranks)
-        state["losses"], state["hidden"], state["cell"], weights, alpha = mulo.generate(
-            self.config, phi, state["losses"], losses, state["decays"], t, state["num_steps"],
-            x_tensor, state["hidden"], state["cell"],
-        )  # fmt: skip
-        if self.config.param_scale_mult:
+        t = features.send(t, self.device)
+        x_time = features.fraction_features(t, state["num_steps"], config.spec)
+        inputs = state["decays"], x_time, x_tensor, state["hidden"], state["cell"]
+        state["losses"], state["hidden"], state["cell"], packed, alpha = mulo.generate(
+            phi, memory, losses, *inputs
+        )
+        if config.param_scale_mult:
             alpha = alpha * features.param_scale(statistics[..., 0])
-        return Weights(self.config, weights, self.backend), alpha
+        return Weights(config, packed, self.backend, alpha)
 
 
 class Adam:
@@ -269,8 +272,7 @@ def train(
         if isinstance(opt, Adam):
             opt.step(state, theta, grads, t, lr)
         else:
-            now = torch.full((P,), float(t), device=device)
-            opt.step(weights, state, theta, grads, losses, now, lr)
+            opt.step(weights, state, theta, grads, losses, torch.full((P,), float(t)), lr)
     if callback:
         callback(steps, theta)
     return torch.stack(history).cpu()

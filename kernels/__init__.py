@@ -42,9 +42,8 @@ MAX_LAYERS, MAX_SIZE = 3, 128  # hidden layers and units that cpu.cpp supports
 TOLERANCE = 1e-5  # of the self-check, relative to the largest update
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels get float32
 ROW = np.dtype(  # `struct Row` of cpu.cpp
-    [(name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC")]
-    + [("kind", "i4"), *((name, "f4") for name in ("t", "scale", "decay", "eps"))],
-    align=True,
+    [(name, "i8") for name in ("p", "g", "M", "V", "r", "c", "net", *"AXBYC", "kind")]
+    + [(name, "f4") for name in ("t", "scale", "decay", "eps")]
 )
 
 
@@ -139,8 +138,8 @@ def self_check(config, device: torch.device) -> float:
         return (scale * torch.randn(shape, generator=gen)).to(device)
 
     phi = {k: w.to(device) for k, w in random_weights(config, gen, 1).items()}
-    numbers = Numbers(*torch.tensor([700.0, 0.5, 0.01, 0.1], device=device).reshape(4, 1, 1))
-    t, scale, decay, eps_scale = (x[0] for x in numbers)
+    numbers = Numbers(*torch.tensor([700.0, 0.5, 0.01, 0.1]).reshape(4, 1, 1))
+    t, scale, decay, eps_scale = (x[0].to(device) for x in numbers)
     packed = pack(config, phi, features.rates_of(phi))
     for shape in ((37,), (21, 13), (6, 5, 3, 3)):
         dims = features.factored_dims(shape)
@@ -228,9 +227,11 @@ def step_(
     grads: list[Tensor],  # (P, *shape) each
     packed: Tensor,  # from `pack`
     numbers: Numbers,  # (P, all tensors) each
-    index: list[int],  # positions of the T tensors in `packed` and `numbers`
-) -> Tensor | int:
-    """Step these tensors in place; return how many gradient entries are not finite."""
+    index: list[int],  # positions of the T tensors in `packed`, `numbers` and `alpha`
+    alpha: Tensor | None = None,  # (P, all tensors), VeLO's factor on numbers.scale
+    bad: Tensor | None = None,  # (): the number of gradient entries not finite is added to it
+) -> None:
+    """Step these tensors in place."""
     table, wide = _table(rows, params)
     offsets = table["p"] - table["p"][:, :1]  # bytes from the first of P tensors
     grads = [g.contiguous() if g.dtype == torch.float32 else g.float().contiguous() for g in grads]
@@ -239,30 +240,32 @@ def step_(
     by_tensor = packed.stride(1) if packed.ndim == 3 else 0
     places = by_net * np.arange(table.shape[1]) + by_tensor * np.array(index)[:, None]
     table["net"] = packed.data_ptr() + 4 * places
-    bad = LAUNCH[packed.device.type](config, table, numbers, index)
+    for name, x in zip(ROW.names[-4:], numbers, strict=True):
+        table[name] = x.numpy().T[index]  # (T, P)
+    if alpha is not None and len(index) < alpha.shape[1]:  # a list index would sync
+        alpha = torch.stack([alpha[:, k] for k in index], 1)
+    LAUNCH[packed.device.type](config, table, packed.device, alpha, bad)
     for n, p in wide.items():
         params[n].copy_(p)
     torch.autograd.graph.increment_version(params)  # autograd cannot see writes by address
-    return bad
 
 
-def launch_cpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) -> int:
-    for name, x in zip(ROW.names[-4:], numbers, strict=True):
-        table[name] = x.numpy().T[index]  # (T, P)
+def launch_cpu(config, table: np.ndarray, _, alpha: Tensor | None, bad: Tensor | None) -> None:
+    if alpha is not None:
+        table["scale"] *= alpha.numpy().T
     fields = config.lam1, config.lam2, config.eps_rms, config.t_max or math.inf, config.anneal
     flags = config.eps == "relative", config.spec != "paper"
     settings = (ctypes.c_float * 7)(*fields, *flags)  # `struct Settings` of cpu.cpp
     step = library(config.hidden_size, config.hidden_layers, config.num_features).step
-    return step(table.ctypes, table.size, settings, torch.get_num_threads())
+    count = step(table.ctypes, table.size, settings, torch.get_num_threads())
+    if bad is not None and count:
+        bad += count
 
 
-def launch_gpu(config, table: np.ndarray, numbers: Numbers, index: list[int]) -> Tensor:
+def launch_gpu(*args) -> None:
     from mulo.kernels import gpu  # imports triton, which is optional
 
-    values = torch.stack(numbers)  # (4, P, T)
-    if len(index) < values.shape[2]:  # a list index would sync
-        values = torch.stack([values[..., k] for k in index], -1)
-    return gpu.step_(config, table.reshape(-1), values.mT.flatten(1))
+    gpu.step_(*args)
 
 
 def statistics_cpu(config, table: np.ndarray, out: Tensor) -> None:
@@ -276,7 +279,7 @@ def statistics_gpu(config, table: np.ndarray, out: Tensor) -> None:
     gpu.statistics_(config, table, out)
 
 
-LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: 0}
+LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: None}
 STATISTICS = {"cpu": statistics_cpu, "cuda": statistics_gpu, "meta": lambda *args: None}
 
 

@@ -29,7 +29,7 @@
 struct Row {  // one tensor
     float *p, *g, *M, *V, *r, *c; const float *net;
     int64_t A, X, B, Y, C;
-    int32_t kind;  // 0 vector; 1: r belongs to X and c to Y; 2: r to Y and c to X
+    int64_t kind;  // 0 vector; 1: r belongs to X and c to Y; 2: r to Y and c to X
     float t, scale, decay, eps;
     long size() const { return A * X * B * Y * C; }
 };

@@ -1,6 +1,6 @@
 """The step of a learned optimizer on GPUs: Triton kernels, in place, all tensors of a net at once.
 
-    bad = step_(config, rows, values)  # one row per tensor, see kernels.ROW
+    step_(config, rows, device, alpha, bad)  # one row per tensor, see kernels.ROW
 
 A step is six passes, each one launch for all tensors. VeLO's `statistics_` is two more: `moments`
 of chunks of a tensor, which `combine` combines.
@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mulo.features import send
+from mulo.features import constant, send
 
 N = tl.constexpr(128)  # entries of a block of a side
 SIDE_PROGRAMS = tl.constexpr(512)  # most programs of a side per batch index; each sums all of them
@@ -85,7 +85,7 @@ def job(rows, plan, index, work):
     """Return this program's tensor and its two job numbers, from `index`."""
     index += 3 * tl.program_id(0)
     at = rows + 15 * tl.load(index)
-    f, kind = at.to(FLOATS, bitcast=True) + 25, at.to(tl.pointer_type(tl.int32), bitcast=True) + 24
+    f = at.to(FLOATS, bitcast=True) + 26
     A, X, B = tl.load(at + 7), tl.load(at + 8), tl.load(at + 9)
     Y, C = tl.load(at + 10), tl.load(at + 11)
     row = Row(
@@ -93,7 +93,7 @@ def job(rows, plan, index, work):
         tl.load(at + 2).to(FLOATS), tl.load(at + 3).to(FLOATS),
         tl.load(at + 4), tl.load(at + 5), tl.load(at + 6).to(FLOATS),
         A.to(tl.int32), X.to(tl.int32), B.to(tl.int32), Y.to(tl.int32), C.to(tl.int32),
-        tl.load(kind), tl.load(f), tl.load(f + 1), tl.load(f + 2), tl.load(f + 3),
+        tl.load(at + 12).to(tl.int32), tl.load(f), tl.load(f + 1), tl.load(f + 2), tl.load(f + 3),
         A * X * B * Y * C, plan + 13 * tl.load(index), work,
     )  # fmt: skip
     return row, tl.load(index + 1), tl.load(index + 2)
@@ -572,20 +572,20 @@ def statistics_(config, rows: np.ndarray, out: Tensor) -> None:
         combine[len(tensors),](words, tensors, work, out)
 
 
-def step_(config, rows: np.ndarray, values: Tensor) -> Tensor:
-    """Step the tensors of `rows` in place, without a sync; `values` (4, rows) has t, scale, decay
-    and eps of each. Returns the number of gradient entries that are not finite, an int64 tensor."""
-    device, words = values.device, rows.view("i8").reshape(len(rows), 15)
-    # The plan depends on words 7 to 12: A to C, and kind with t, which is still 0.
-    plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)
+def step_(
+    config, rows: np.ndarray, device: torch.device, alpha: Tensor | None, bad: Tensor | None
+) -> None:
+    """Step the tensors of `rows` (T, P) in place, without a sync; see kernels.step_."""
+    words = rows.view("i8").reshape(-1, 15)
+    plan, size, launches = planned(words[:, 7:13].tobytes(), config, device)  # A to C, and kind
     words = send(torch.from_numpy(words), device)
-    words.view(torch.float32)[:, 25:29] = values.T  # on the device, as VeLO's scale is there
+    if alpha is not None:
+        words.view(torch.float32).view(*rows.shape, 30)[..., 27].mul_(alpha.T)  # scale
     work = torch.empty(size, device=device)
-    bad = torch.zeros((), dtype=torch.int64, device=device)
+    bad = constant((0,), torch.int64, device) if bad is None else bad  # nobody reads the constant
     numbers = [float(x) for x in (config.t_max or 3e38, config.lam1, config.lam2, config.anneal)]
     more = {means: [bad], fold: numbers[:1], update: numbers}
     with on(device):
         for kernel, index, case in launches[:6]:
             arguments = *more.get(kernel, []), case
             kernel[len(index),](words, plan, index, work, *arguments, num_warps=case.warps)
-    return bad
