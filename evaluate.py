@@ -38,6 +38,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from filelock import FileLock  # torch requires it
 from torch import Tensor
 from tqdm import tqdm
 
@@ -45,11 +46,6 @@ import mulo
 from mulo import checkpoints, kernels, roles, tasks, training
 from mulo.checkpoints import write_atomically
 from mulo.recipes import DESK, SCALES, Recipe
-
-try:
-    import fcntl
-except ImportError:  # Windows has no file lock: run one evaluation at a time
-    fcntl = None
 
 POINTS = 50  # windows over which the losses of a run are averaged
 DATA_SEED = 10_000  # offset of the seeds of batches: nets of all widths see the same batches
@@ -389,9 +385,7 @@ class Results:
     def save(self) -> None:
         """Write all results, including those that another process has added."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "w") as lock:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with FileLock(self.folder / ".lock"):
             mine = {key: self.kept[key] for key in self.trained}
             self.read()
             self.kept |= mine

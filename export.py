@@ -285,17 +285,11 @@ def write(
 
 def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
     """An exported .json, and the content of the files that it lists."""
-
-    def content(file: Path) -> bytes:
-        if not file.is_file():
-            raise FileNotFoundError(f"no file {file}: export the optimizer with export.py.")
-        return file.read_bytes()
-
     path = Path(path)
-    config = json.loads(content(path))
+    config = json.loads(path.read_bytes())
     if (config.get("format"), config.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{path} is not of {FORMAT} version {VERSION}: export it again.")
-    files = {name: content(path.parent / name) for name in config["sha256"]}
+    files = {name: (path.parent / name).read_bytes() for name in config["sha256"]}
     for name, sha256 in config["sha256"].items():
         if hashlib.sha256(files[name]).hexdigest() != sha256:
             raise ValueError(f"{name} is damaged or does not belong to {path}: export it again.")

@@ -182,12 +182,11 @@ class Trainer:
             raise ValueError(f"--pairs must be a multiple of the {self.world} processes.")
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
         self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
-        by_kind = {task.kind: task for task in self.tasks}  # tasks of a kind share their data
-        data = {kind: task.data(device=str(self.phi.device)) for kind, task in by_kind.items()}
+        data = self.tasks[0].data(device=str(self.phi.device))  # of all tasks
         first, size = self.rank * share, recipe.micro_batch
         pairs = range(first, first + share)  # of this process
         self.particles = [  # micro-batches of every task
-            Particles(task, recipe, lo, pairs[k : k + size], 100 * recipe.seed + n, data[task.kind])
+            Particles(task, recipe, lo, pairs[k : k + size], 100 * recipe.seed + n, data)
             for n, task in enumerate(self.tasks)
             for k in range(0, share, size)
         ]
@@ -220,10 +219,8 @@ class Trainer:
         if self.world > 1:
             for x in (grads, losses, diverged):
                 dist.all_reduce(x)
-        grads, losses = grads / r.pairs, losses / r.pairs
-        if r.mixture:  # clip each task's gradient, so that none dominates
-            grads = grads / grads.norm(dim=1, keepdim=True).clamp_min(r.clip)
-        grad = grads.mean(0)
+        losses = losses / r.pairs
+        grad = (grads / r.pairs).mean(0)
         norm, loss = float(grad.norm()), float(losses.mean())
         no_signal = norm == 0 and self.step > 0  # with truncation=1, no net has moved at step 0
         if no_signal or not math.isfinite(norm + loss):
@@ -237,7 +234,7 @@ class Trainer:
         self.step += 1
         row = {"step": self.step, "meta_loss": loss, "grad_norm": norm, "lr": rate}
         row["diverged"] = int(diverged.sum())
-        names = (f"loss_{x}" for x in r.mixture or (f"w{width}" for width in r.widths))
+        names = [f"loss_w{width}" for width in r.widths]
         return row | dict(zip(names, losses.tolist(), strict=True))
 
     @torch.no_grad()

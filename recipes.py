@@ -16,7 +16,7 @@ import math
 import torch
 
 import mulo
-from mulo import kernels, roles, tasks
+from mulo import kernels, roles, tasks, training
 
 SCALES = ("desk", "paper")
 
@@ -39,7 +39,7 @@ class Recipe:
     widths: tuple[int, ...] = flag((128, 512, 1024), "widths of the nets, one task for each")
     depth: int = flag(3, "depth of the nets")
     batch_size: int = flag(4096, "examples per inner step")
-    mixture: tuple[str, ...] = flag((), "names of tasks, in place of the four flags above")
+
     hidden_size: int = flag(32, "size of the learned optimizer's MLP (the authors': 32, VeLO: 4)")
     lstm_hidden: int = flag(128, "VeLO: size of the LSTM")
     param_inits: int = flag(64, "VeLO: size of the bank of MLPs")
@@ -80,11 +80,8 @@ class Recipe:
 
     def tasks(self) -> list[tasks.Task]:
         """The tasks of a run, in μP or in standard parametrization (SP)."""
-        rules = roles.ALL if self.mup else ()
-        if self.mixture:
-            return [tasks.get(name, rules=rules) for name in self.mixture]
-        names = (f"{self.kind}_w{width}_d{self.depth}" for width in self.widths)
-        return [tasks.get(name, rules=rules, batch_size=self.batch_size) for name in names]
+        options = {"rules": roles.ALL if self.mup else (), "batch_size": self.batch_size}
+        return [tasks.get(f"{self.kind}_w{w}_d{self.depth}", **options) for w in self.widths]
 
 
 # At this size a larger sigma, unrolls of equal length and small batches are more reliable: the
@@ -121,13 +118,9 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
     r = Recipe(**(fields | changes))
     if not r.mup or "input_base" in changes:
         return r
-    return dataclasses.replace(r, by_channels=True, input_base=input_size(r.tasks()[0]))
-
-
-def input_size(task: tasks.Task) -> float:
-    """The fan_in of a task's first input layer, the base of the input rule; 0 if there is none."""
-    weights = ((w, task.roles()[w.name]) for w in roles.weights_of(task.skeleton()))
-    return next((float(w.fan_in) for w, role in weights if roles.kind_of(w, role) == "input"), 0.0)
+    groups = training.groups_of(r.tasks()[0]).values()
+    fan_in = next((group["fan_in"] for group in groups if group["kind"] == "input"), 0)
+    return dataclasses.replace(r, by_channels=True, input_base=float(fan_in))
 
 
 def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
@@ -149,11 +142,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     desk, paper = (vars(recipe("mulo_m", scale)) for scale in SCALES)
     for field in dataclasses.fields(Recipe):
         if text := field.metadata.get("help"):
-            several, default = isinstance(field.default, tuple), field.default
-            kind = type((*default, "")[0] if several else default)
+            kind = int if field.name == "widths" else type(field.default)
             options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
             options = {"action": "store_true"} if kind is bool else options
-            options |= {"nargs": "+"} if several else {}
+            options |= {"nargs": "+"} if field.name == "widths" else {}
             flag, shown = field.name.replace("_", "-"), f"{desk[field.name]}; {paper[field.name]}"
             group.add_argument(f"--{flag}", help=f"{text} ({shown})", **options, **unset)
 
@@ -162,7 +154,3 @@ def settings(args: argparse.Namespace) -> dict:
     """The settings given on the command line, for `recipe`."""
     given = {k: v for k, v in vars(args).items() if k in Recipe.__dataclass_fields__}
     return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-
-
-if __name__ == "__main__":
-    raise SystemExit("recipes.py is a module, not a command: use `from mulo import recipes`.")

@@ -199,14 +199,12 @@ def _warn_of_doubts(weights: list[Weight], roles: dict[str, str], growing: set[s
     layers = [w.name for w in weights if w.kind == "layer" or roles[w.name] != "input"]
     outputs = [name for name in layers if roles[name] == "output"]
     outputs = outputs if outputs != layers[-1:] else []  # no doubt: one output, the last layer
-    for names, doubt in (
-        (tables, "tables (input): if they multiply, make them 'hidden' or use mulo.Readout"),
-        (
-            matrices,
-            "(out, in): set out_axis = {'W': 1} on their module if (in, out), else {'W': 0}",
-        ),
-        (outputs, "outputs: if not all are heads, scale every inner size or make them 'hidden'"),
-    ):
+    doubts = {
+        "tables (input): if they multiply, make them 'hidden' or use mulo.Readout": tables,
+        "(out, in): set out_axis = {'W': 1} on their module if (in, out), else {'W': 0}": matrices,
+        "outputs: if not all are heads, scale every inner size or make them 'hidden'": outputs,
+    }
+    for doubt, names in doubts.items():
         if names:
             shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
             warnings.warn(f"{shown} ({len(names)}) are taken as {doubt}.", stacklevel=3)
@@ -347,15 +345,6 @@ def fold_outputs_(model: nn.Module) -> nn.Module:
     return model
 
 
-def kind_of(w: Weight, role: str) -> str:
-    """The "kind" of a param group: a layer's role, or "conv" (hidden), "table", "norm", "bias"."""
-    if w.kind == "vector":
-        return "bias" if is_layer(w.module) else "norm"
-    if w.kind == "table" or (w.kind == "bare" and role == "input"):
-        return "table"
-    return "conv" if role == "hidden" and w.area > 1 else role
-
-
 @cache
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     """The factor on the update by two rules that the paper does not have (DIVERGES).
@@ -371,9 +360,12 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
 
 
 def group_options(w: Weight, role: str, rules: Iterable[str]) -> dict:
-    """The options of a parameter's group: role, kind, μP factor, fan_in, area and out_axis."""
-    kind = kind_of(w, role)
-    fan_in = 1 if kind == "table" else w.fan_in  # bare input parameters count as embeddings
+    """Options of a parameter's group; `kind` is bias, norm, table, conv (hidden) or the role."""
+    fan_in, kind = w.fan_in, "conv" if role == "hidden" and w.area > 1 else role
+    if w.kind == "vector":
+        kind = "bias" if is_layer(w.module) else "norm"
+    elif w.kind == "table" or (w.kind == "bare" and role == "input"):
+        fan_in, kind = 1, "table"  # bare input parameters count as embeddings
     scale = float(fan_in) ** power(role, "update", rules)
     sizes = {"fan_in": fan_in, "area": w.area, "out_axis": w.out_axis}
     return {"role": role, "kind": kind, "scale": scale} | sizes

@@ -36,6 +36,7 @@ evaluate.py's saved losses are keyed by a hash of the script (in a notebook, by 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -265,9 +266,11 @@ class Task:
             return ConvNet(self.shape[0], self.classes, *size)
         return ResNet(self.shape[0], self.classes, size[0])
 
+    @functools.cache  # noqa: B019 (tasks are small)
     def roles(self) -> dict[str, str]:
-        return dict(_roles(self))
+        return infer_roles(self.build, self.width)
 
+    @functools.cache  # noqa: B019
     def skeleton(self) -> nn.Module:
         """The model on the meta device, to be called with parameters (torch.func)."""
         with torch.device("meta"):
@@ -284,7 +287,7 @@ class Task:
         Like roles.init_, but under μP all biases are N(0, 1), as in the paper's code.
         """
         roles, params, unchanged = self.roles(), {}, []
-        for w in weights_of(_skeleton(self)):
+        for w in weights_of(self.skeleton()):
             std = initial_std(w, roles[w.name], self.rules, zero_output)
             p = torch.zeros(particles, *w.param.shape, device=generator.device)
             if std:
@@ -306,7 +309,7 @@ class Task:
     def model(self, generator: torch.Generator, zero_output: bool = True) -> nn.Module:
         """One initialized net, to train with a torch Optimizer."""
         params = self.init(1, generator, zero_output)
-        model = self.skeleton().to_empty(device=generator.device)
+        model = copy.deepcopy(self.skeleton()).to_empty(device=generator.device)
         model.load_state_dict({name: p[0] for name, p in params.items()})
         return model
 
@@ -341,22 +344,12 @@ class Task:
         Nets do not interact: differentiate the sum. An MLP takes stacked parameters, which is
         several times faster than a loop over nets; vmap, for the others, is as fast as a loop.
         """
-        model = partial(functional_call, _skeleton(self))
+        model = partial(functional_call, self.skeleton())
         if self.family == "mlp":
             x, y = batch
             logits = model(params, (x,))  # (P, b, classes)
             return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
         return torch.vmap(lambda p, *b: self.loss(partial(model, p), b))(params, *batch)
-
-
-@functools.cache
-def _roles(task: Task) -> dict[str, str]:
-    return infer_roles(task.build, task.width)
-
-
-@functools.cache
-def _skeleton(task: Task) -> nn.Module:
-    return task.skeleton()
 
 
 def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -340,7 +340,3 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     except (OSError, AttributeError):
         pass  # not glibc: only slower
-
-
-if __name__ == "__main__":
-    raise SystemExit("training.py is a module, not a command: use `from mulo import training`.")

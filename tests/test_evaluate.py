@@ -86,11 +86,13 @@ def test_tuned_values_are_kept(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp --steps 10 --sch"):
         job(contender("muadam"), 10, [0], "cosine")
     evaluate.remember(VALUES | {"lr": 0.7}, "adamw", "fashion8_mlp", 7, "constant")
-    assert job(contender("adamw"), 7, [0]).values["lr"] == 0.7
+    first = job(contender("adamw"), 7, [0])
     with pytest.raises(ValueError, match="adamw is not tuned for fashion8_mlp"):
         job(contender("adamw"), 8, [0])
     evaluate.remember(VALUES, "adamw", "fashion8_mlp", 500, "constant")
-    assert job(contender("adamw"), 7, [0]).values["lr"] == VALUES["lr"]
+    second = job(contender("adamw"), 7, [0])
+    assert (first.values["lr"], second.values["lr"]) == (0.7, VALUES["lr"])
+    assert first.keys() != second.keys()  # a job keeps the values that it was made with
 
 
 def test_schedules():
@@ -134,7 +136,6 @@ def test_arrays_of_velo(tmp_path, velo_4000):
 def test_arrays_that_are_not_an_optimizer(tmp_path, velo_4000):
     short = {k: x for k, x in velo_4000["plain"].items() if k != "rnn/step_size/w"}
     for arrays, reason in (
-        ({"x": np.zeros(3)}, "no 'w0' or 'ff/w0' among"),
         ({"w0": np.array("text")}, "can't convert np.ndarray"),
         (short, "VeLO's array 'rnn/step_size/w' is missing"),
     ):
@@ -259,17 +260,6 @@ def test_a_registered_task(tmp_path, monkeypatch, lo_m):
         Job(contender("adamw"), "mine_w8_d3", 4)
     with pytest.raises(ValueError, match="mine is registered, so it has no test data"):
         Job(lo_m, "mine_w8_d3", 4, test=True)
-
-
-def test_tuning_that_ends_meanwhile_changes_nothing(tmp_path, monkeypatch):
-    """A job keeps the values it was made with, and is kept under them."""
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
-    evaluate.remember(VALUES, "adamw", "fashion8_mlp", 500, "constant")
-    first = job(contender("adamw"), 4, [0])
-    evaluate.remember(VALUES | {"lr": 1.0}, "adamw", "fashion8_mlp", 500, "constant")
-    second = job(contender("adamw"), 4, [0])
-    assert first.keys() != second.keys()
-    assert (first.values["lr"], second.values["lr"]) == (VALUES["lr"], 1.0)
 
 
 def test_divergence_is_a_result(tmp_path, monkeypatch):

@@ -312,8 +312,8 @@ def test_command_line(copied, small, complaint):
     assert "is not of mulo-export version 3: export it again" in complaint(export, path)
     path.write_text(json.dumps(good))
     (copied / "mulo_m.vector.pt2").unlink()
-    assert "no file" in complaint(export, path)
-    assert "no file nowhere.json: export the optimizer with" in complaint(export, "nowhere.json")
+    assert "No such file or directory" in complaint(export, path)
+    assert "No such file or directory: 'nowhere.json'" in complaint(export, "nowhere.json")
     assert "no file" in complaint(export, "nothing_like_it")
     assert "File exists" in complaint(export, "mulo_m", "--out", path)
 

@@ -430,20 +430,6 @@ def test_the_end_of_a_run(whole):
     assert about["recipe"]["widths"] == (8, 16)
 
 
-def test_a_mixture(tmp_path):
-    """No task's gradient above the clip dominates. The comparison is on the widest task."""
-    names = ("fashion8_mlp_w4_d2", "teacher_mlp_w5_d3_b8")
-    run = new_run(tmp_path, mixture=names, steps=2, input_base=9.0)
-    assert [task.batch_size for task in run.tasks] == [64, 8]
-    run.train(minutes=0)
-    assert all(row["grad_norm"] <= 1 and row[f"loss_{names[1]}"] > 0 for row in run.rows)
-    assert run.result().config.input_base == 9
-    sentences = metatrain.compare(run, "cpu")
-    assert re.findall(r"width (\d+): mulo_m", sentences) == ["5", "40"]
-    rows = (tmp_path / "losses.csv").read_text().splitlines()[1:]
-    assert {row.split(",")[2] for row in rows} == {f"teacher_mlp_w{w}_d3_b8" for w in (5, 40)}
-
-
 def test_two_processes(whole, tmp_path, complaint):
     """They give the same log as one; cut short, they resume bit for bit; one is refused."""
     both, cut = tmp_path / "both", tmp_path / "cut"

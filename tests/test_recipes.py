@@ -32,14 +32,6 @@ def test_recipes(name):
     assert {task.rules for task in r.tasks()} == {ALL if r.mup else ()}
 
 
-def test_a_mixture_has_the_batch_sizes_of_its_tasks():
-    names = ("fashion8_mlp_w8_d2", "teacher_mlp_w8_d3_b8")
-    r = recipes.recipe("mulo_m", mixture=names)
-    assert [(task.name, task.batch_size) for task in r.tasks()] == [(names[0], 64), (names[1], 8)]
-    assert r.input_base == 64  # that of the first task
-    assert recipes.recipe("mulo_m", mixture=names, input_base=9.0).input_base == 9
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
