@@ -81,7 +81,7 @@ def load(name: str | os.PathLike, **changes) -> LO:
             f"{path} was not written by mulo.save: see mulo.from_pylo, from_reference."
         )
     try:
-        unused = "multipliers", False  # in shipped files
+        unused = "multipliers", False  # a removed field that shipped files still have
         fields = dict(x for x in content["config"].items() if x != unused)
         config, weights = LOConfig(**fields), content["weights"]
         if content["sha256"] != _sha256(fields, weights):

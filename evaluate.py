@@ -136,8 +136,10 @@ def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     fix = f"run python evaluate.py tune {task.kind}"
     fix += "" if constant else f" --steps {steps} --schedule {schedule}"
     fix += f" --width {width} --every-width" if width else ""
-    if task.own or name == "muon":
+    if task.own:
         fix = "compare with adamw_default or muon, which need no tuning"
+    elif name == "muon":
+        fix = "run python paper.py tune"
     raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
 
 
@@ -226,7 +228,7 @@ class Job:
     seeds: Sequence[int] = (0,)
     probe_at: Sequence[int] = ()
     test: bool = False
-    values: dict | None = None  # of a baseline
+    values: dict | None = None  # a baseline's hyperparameters; None: the tuned ones
 
     def __post_init__(self):
         lo, rules, name = self.optimizer.lo, self.optimizer.rules, self.optimizer.name
@@ -445,9 +447,9 @@ FLAGS = {
     "--depth": dict(type=positive, default=3, help="depth of the nets (default: 3)"),
     "--steps": dict(type=positive, help="length of runs (default: 500; tune: as in meta-training)"),
     "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
-    "--schedule": dict(choices=SCHEDULES, default="constant", help="of rates (default: constant)"),
+    "--schedule": dict(choices=SCHEDULES, default="constant", help="of the lr (default: constant)"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
-    "--every-width": dict(action="store_true", help="use the values at this width only (oracle)"),
+    "--every-width": dict(action="store_true", help="save the values for this width only (oracle)"),
     "--optimizers": dict(nargs="+", help="shipped names, files, folders of runs, baselines"),
     "--out": dict(type=Path, help="folder of the results (default: results)"),
     "--fresh": dict(action="store_true", help="retrain nets that the folder already has"),

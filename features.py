@@ -153,7 +153,7 @@ _shards = None  # how the tensor being stepped is sharded; None: it is whole
 
 @contextlib.contextmanager
 def over_shards(means):
-    """Inside, the means below are over all shards of a tensor. `means`: kernels.sharded.Means."""
+    """Make mean_along and mean_all average over all shards. `means`: kernels.sharded.Means."""
     global _shards
     before, _shards = _shards, means
     try:
@@ -309,7 +309,7 @@ def feature_names(kind: str) -> tuple[str, ...]:
 
 
 class Epsilons(NamedTuple):
-    """Units of V, r and c, and epsilons under roots; per tensor, (S, 1, ...), or a number."""
+    """Divisors of V, r and c, and epsilons inside square roots; (S, 1, ...) or a number."""
 
     unit_V: Tensor | None  # V is divided by this before the network sees it
     unit_r: Tensor | None  # so are r and c

@@ -71,7 +71,7 @@ def step(
     x = features.parameter_features(p.to(acc.V), g, acc, dims, eps, config.feature_set)
     A_hat = torch.cat([x_k.expand(-1, -1, *shape).flatten(2).mT for x_k in x.values()], -1)
     inverse_rms = features.inverse_rms(features.mean_all(A_hat.square(), 1), eps)
-    A = A_hat * inverse_rms.unsqueeze(1)  # A_bar, (S, n, 28)
+    A = A_hat * inverse_rms.unsqueeze(1)  # A_bar, (S, n, 28); VeLO: 30 or 29
     if config.net == "small_fc":
         x_time = features.time_features(t.reshape(-1, 1), config.t_max, config.spec)
         A = torch.cat([A, x_time.expand(len(p), A.shape[1], -1)], -1)  # (S, n, 39)
@@ -237,7 +237,7 @@ class MuLO(torch.optim.Optimizer):
         params = param_group.get("params")
         first = params[0] if isinstance(params, list) and params else params
         if isinstance(first, Tensor) and first.is_cpu and self.backend in ("auto", "kernel"):
-            kernels.start_build(self.lo.config)  # meanwhile, torch imports for seconds
+            kernels.start_build(self.lo.config)  # compiles while torch's lazy imports run
         super().add_param_group(param_group)
         try:
             roles.check_group(self.param_groups[-1])
@@ -427,7 +427,7 @@ class MuLO(torch.optim.Optimizer):
             s["h"], s["cell"] = h_k, cell_k
         self._lstm = [s[k] for k in ("h", "cell") for s in states], (h, cell)
         for s in self.state.values():
-            if "M" in s:  # also without a gradient now
+            if "M" in s:  # also parameters without a gradient
                 s["loss"] = memory
         if config.param_scale_mult:
             alpha = alpha * self._param_scale(statistics[..., 0])

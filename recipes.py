@@ -116,8 +116,10 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
     if name.endswith("_s"):
         fields["widths"] = fields.get("widths", Recipe.widths)[:1]
     r = Recipe(**(fields | changes))
-    if not r.mup or "input_base" in changes:
+    if not r.mup:
         return r
+    if "input_base" in changes:
+        return dataclasses.replace(r, by_channels=True)
     groups = training.groups_of(r.tasks()[0]).values()
     fan_in = next((group["fan_in"] for group in groups if group["kind"] == "input"), 0)
     return dataclasses.replace(r, by_channels=True, input_base=float(fan_in))

@@ -125,7 +125,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
             if "_fsdp_wrapped_module" in prefix or leaf == "_flat_param":
                 raise ValueError(f"{name!r}: FSDP1 flattens parameters: use fully_shard (FSDP2).")
             if leaf in ("weight_g", "original", "original0"):
-                raise ValueError(f"{name!r} cannot be initialized: remove weight_norm or its like.")
+                raise ValueError(f"{name!r} cannot be initialized: remove its parametrization.")
             kind, axis = _kind_and_axis(module, leaf, p)
             w = weights.get(id(p)) or Weight(name, p, module, kind, axis, [])
             if {w.kind, kind} == {"table", "layer"}:
@@ -336,7 +336,7 @@ def multiply_outputs_(
 
 
 def fold_outputs_(model: nn.Module) -> nn.Module:
-    """Divide the weights and biases of output layers by fan_in, in place, not their outputs.
+    """Fold the 1/fan_in of output layers into their weights and biases, in place.
 
     The model computes the same, and other programs can use its state_dict. To train it again, call
     `multiply_outputs_` with rescale=True.
@@ -385,7 +385,7 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
             fix = "call mulo.init_ or, if pretrained, mulo.multiply_outputs_(..., rescale=True)"
             raise ValueError(f"layer {name!r} is divided by {now}, not by {right}: {fix}.")
     for w, role in _with_roles(model, roles):
-        if w.param.requires_grad or w.param.is_floating_point():  # not of a quantized model
+        if w.param.requires_grad or w.param.is_floating_point():  # skip quantized (integer) weights
             options = group_options(w, role, rules)
             new = {"params": [], "names": [], "shapes": [], **options}
             group = groups.setdefault(tuple(options.values()), new)

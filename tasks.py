@@ -100,7 +100,7 @@ class Attention(nn.Module):
     """Multi-head self-attention with logits scaled by d_head^power: -1 in μP, -1/2 in SP.
 
     DIVERGES: the paper does not give the scale; 1/d_head is what its code and μP for Adam use. The
-    paper's deep tasks have 3 heads at width 1024: they are 341 wide, together less than the width.
+    paper's deep tasks have 3 heads at width 1024: each is 341 wide, 1,023 in all.
     """
 
     def __init__(self, width: int, heads: int, causal: bool, power: float):

@@ -190,8 +190,8 @@ def orthogonalise(d: Tensor) -> Tensor:
 class Muon(Adam):
     """Orthogonalised momentum for all matrices; Adam for biases, norms and embeddings.
 
-    A matrix moves by lr * sqrt(fan_out / fan_in) times an orthogonal matrix, so `lr` is the change
-    of its spectral norm and needs no tuning over widths. A convolution is a matrix of its output
+    A matrix moves by lr * sqrt(fan_out / fan_in) times an orthogonal matrix: by `lr` in the RMS to
+    RMS operator norm, which needs no tuning over widths. A convolution is a matrix of its output
     channels. Made for the schedule `warmup_cosine`.
     """
 

@@ -107,7 +107,8 @@ def refusal(config, device: torch.device) -> str | None:
         raise
     except Exception as problem:  # whatever is wrong with the kernel, "auto" must work
         header = Path(sysconfig.get_path("include"), "Python.h")
-        if isinstance(problem, subprocess.CalledProcessError) and not header.exists():
+        called = isinstance(problem, subprocess.CalledProcessError)
+        if called and device.type == "cuda" and not header.exists():
             return "Triton compiles a C module and needs Python.h: install python3-dev"
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
     if error <= TOLERANCE:
@@ -187,7 +188,7 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
         x, y = sorted(d + len(shape) for d in dims)
         sizes = shape[:x], shape[x : x + 1], shape[x + 1 : y], shape[y : y + 1], shape[y + 1 :]
         table["kind"] = 1 if dims[1] > dims[0] else 2
-        if math.prod(shape[y:]) == 1:  # (n, 1) is (1, n), as long rows are faster
+        if math.prod(shape[y:]) == 1:  # treat (n, 1) as (1, n): long rows are faster
             sizes = shape[:x], (), (), shape[x : x + 1], shape[x + 1 : y]
             table["kind"] = 3 - table["kind"]
     for name, part in zip("AXBYC", sizes, strict=True):

@@ -54,13 +54,13 @@ typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t Int __attribute__((vector_size(4 * W)));
 typedef Vec Memory __attribute__((aligned(4), may_alias));  // a Vec at any address
 
-static inline Vec all(float x) { return x - Vec{}; }  // x + 0 is not x if x is -0
+static inline Vec all(float x) { return x - Vec{}; }  // broadcast; not x + 0, which turns -0 into +0
 static inline Vec load(const float *x) { return *(const Memory *)x; }
 static inline void store(float *x, Vec y) { *(Memory *)x = y; }
 static inline Vec lerp(Vec a, Vec b, float rate) { return a + rate * (b - a); }
 
 static inline Vec maximum(Vec x, Vec y) {  // NaN where x is NaN, as in torch
-#if WIDTH == 16  // of the code below, compilers make two instructions
+#if WIDTH == 16  // compilers emit two instructions for the code below
     asm("vmaxps %1, %2, %0" : "=v"(y) : "v"(x), "v"(y));
     return y;
 #endif

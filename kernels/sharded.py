@@ -58,7 +58,7 @@ class Means:
 
 
 def replay(functions: dict[K, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[K, T]]:
-    """The results of functions of one tensor each, as they are known. None: not sharded."""
+    """Yield (key, result) of each function as it completes. Shards is None: not sharded."""
     waiting = {k: (f, Means(shards)) for k, (f, shards) in functions.items() if shards}
     yield from ((k, f()) for k, (f, shards) in functions.items() if not shards)
     while waiting:
@@ -75,7 +75,7 @@ def replay(functions: dict[K, tuple[Callable[[], T], Shards | None]]) -> Iterato
 
 
 def _add(waiting: list[Means]) -> None:
-    """Turn the sums that are asked for into means over all processes, one call for each group."""
+    """All-reduce the requested sums, once per process group, and append the means to `known`."""
     for group in dict.fromkeys(m.group for m in waiting):
         members = [m for m in waiting if m.group is group]
         parts = [torch.cat([m.sums.flatten(), m.sums.new_tensor([m.count])]) for m in members]

@@ -47,7 +47,7 @@ def guess(kind: str) -> float:
 
 
 def falls(losses: list[Tensor], paired: bool = False) -> bool:
-    """Whether losses fall overall, and no step rises by more than the standard error.
+    """Whether losses fall overall, and none exceeds the previous one by more than the stderr.
 
     `paired` is stricter: nets of a seed see the same batches, so their differences vary less.
     """
@@ -190,11 +190,12 @@ def write_results(
         held = f"{len(finding.checks) - len(failed)} of {len(finding.checks)}"
         summary = finding.summary.partition(";")[0].replace("|", "\\|")
         overview += f"| [{title}](#{anchor}) | {summary} | {held} |\n"
+        paper = "" if claim.startswith("Not in the paper") else "**Paper.** "
         failures = f"; these fail:\n\n{''.join(failed)}" if failed else ".\n"
         sections += f"""
 ## {title}
 
-**Paper.** {claim}
+{paper}{claim}
 
 **Here** (`python paper.py {name}`, [table]({link}/{name}.csv)). {held} checks hold{failures}
 ![{title}]({link}/{name}.png)
