@@ -28,6 +28,7 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,10 +63,10 @@ class Rates(NamedTuple):
 class Numbers(NamedTuple):
     """Scalars of a step for each of the T tensors of P nets, (P, T) each, on the CPU."""
 
-    t: Tensor  # 0 at the first step
-    scale: Tensor  # lr times the μP factor; VeLO's alpha, which is on the device, is not in it
-    decay: Tensor  # lr times weight decay
-    eps_scale: Tensor  # 1/fan_in with eps="fan_in", else 1
+    t: np.ndarray  # 0 at the first step
+    scale: np.ndarray  # lr times the μP factor; VeLO's alpha, which is on the device, is not in it
+    decay: np.ndarray  # lr times weight decay
+    eps_scale: np.ndarray  # 1/fan_in with eps="fan_in", else 1
 
 
 class Eps(NamedTuple):

@@ -106,7 +106,8 @@ class Weights:
 
     def scaled(self, numbers: Numbers) -> Numbers:
         """The numbers on the weights' device, with alpha in the scale."""
-        numbers = Numbers(*features.send(torch.stack(numbers), self.phi["w0"].device))
+        columns = torch.from_numpy(np.stack(numbers))  # (4, P, T)
+        numbers = Numbers(*features.send(columns, self.phi["w0"].device))
         return numbers._replace(scale=numbers.scale * (1.0 if self.alpha is None else self.alpha))
 
 
@@ -115,7 +116,7 @@ def advance_(
     backend: str,  # "kernel", "folded" or "literal"
     weights: Weights,
     stacks: list[Stack],  # T of them, of P tensors each
-    grads: list[Tensor],  # (P, *shape) each
+    grads: list[Tensor],  # (P, *shape) each, or (*shape) if P is 1
     numbers: Numbers,  # (P, T) each
     bad: Tensor | None = None,  # (): the number of NaN or infinite entries of g is added to it
 ) -> None:
@@ -139,7 +140,7 @@ def advance_(
         phi = {k: w[:, n] for k, w in weights.phi.items()} if velo else weights.phi
         t, scale, decay, eps_scale = (number[:, n] for number in numbers)
         eps_scale = eps_scale if config.eps == "fan_in" else 1.0
-        args = phi, x.acc, x.p, grads[n], t, scale, x.dims, decay, eps_scale
+        args = phi, x.acc, x.p, grads[n].view_as(x.p), t, scale, x.dims, decay, eps_scale
         return pure_step(config, *args, rates=weights.rates)
 
     steps = {n: (partial(step_one, n), stacks[n].shards) for n in slow}
@@ -284,7 +285,7 @@ class MuLO(torch.optim.Optimizer):
                 weights = Weights(self.lo.config, packed_here, backend, alpha_here)
             else:
                 weights = self._weights_on(device)
-            grads = [sharded.local_grad(params[k][0]).view_as(stacks[k].p) for k in on_device]
+            grads = [sharded.local_grad(params[k][0]) for k in on_device]
             kept = [
                 (stacks[k].p, stacks[k].p.clone(), g == 0)
                 for k, g in zip(on_device, grads, strict=True)
@@ -333,7 +334,7 @@ class MuLO(torch.optim.Optimizer):
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
             rows[id(g)] = g["step"], g["lr"] * scale, g["lr"] * g["weight_decay"], eps_scale
         rows = [rows[id(g)] for g in groups]
-        return Numbers(*torch.tensor(rows, dtype=torch.float32).T.unsqueeze(1))
+        return Numbers(*np.array(rows, np.float32).T[:, None])
 
     def _weights_on(self, device: torch.device) -> Weights | Phi:
         """The learned optimizer's weights on a device, cached until they change: for `advance_`,

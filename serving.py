@@ -183,7 +183,7 @@ class OrtMuLO(MuLO):
             if self.lo.config.net == "velo":
                 inputs |= {k: w[0, n : n + 1].contiguous() for k, w in weights.phi.items()}
                 inputs["features"] = torch.zeros(1, 12, dtype=torch.float32, device=g.device)
-            self._run(stack, g, inputs)
+            self._run(stack, g.view_as(stack.p), inputs)
             bad += (~g.isfinite()).sum()
 
     def _run(self, stack: Stack, g: Tensor, inputs: dict[str, Tensor]) -> None:

@@ -108,7 +108,8 @@ class Learned:
         if self.config.net == "velo":
             weights = self._generate(weights, state, stacks, losses, t)
             scale = scale * features.annealing(t, self.config.t_max, self.config.anneal)
-        numbers, in_order = Numbers(t, scale, decay, eps_scale), [grads[name] for name in self.dims]
+        numbers = Numbers(*(x.numpy() for x in (t, scale, decay, eps_scale)))
+        in_order = [grads[name] for name in self.dims]
         mulo.advance_(self.config, self.backend, weights, stacks, in_order, numbers)
 
     def _stack(self, name: str, state: State, theta: Theta) -> Stack:

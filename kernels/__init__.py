@@ -166,6 +166,7 @@ def self_check(config, device: torch.device) -> float:
 def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     """A stack's rows, constant columns only, as int64, or None if kernels do not support the stack.
 
+    g is still the offset from the first tensor's gradient, net the number of the net.
     A matrix is (A, X, B, Y, C): X and Y are the factored axes in storage order; A, B and C are the
     batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y, 2 if it is X.
     """
@@ -181,8 +182,10 @@ def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     if p.device.type != "cpu" and largest > 2**31 - 2**16:
         return None  # offsets in kernels/gpu.py are 32-bit
     table = np.zeros(len(p), ROW)
+    table["net"] = np.arange(len(p))
     for name, x in (("p", p), *acc._asdict().items()):
-        table[name] = x.data_ptr() + 4 * x.stride(0) * np.arange(len(p))
+        table[name] = x.data_ptr() + 4 * x.stride(0) * table["net"]
+    table["g"] = table["p"] - table["p"][0]
     sizes = (), (), (), (shape := p.shape[1:]), ()
     if dims is not None:
         x, y = sorted(d + len(shape) for d in dims)
@@ -234,15 +237,15 @@ def step_(
 ) -> None:
     """Step these tensors in place."""
     table, wide = _table(rows, params)
-    offsets = table["p"] - table["p"][:, :1]  # bytes from the first of P tensors
-    grads = [g.contiguous() if g.dtype == torch.float32 else g.float().contiguous() for g in grads]
-    table["g"] = offsets + np.array([g.data_ptr() for g in grads])[:, None]
-    by_net = packed.stride(0) if len(packed) > 1 else 0
-    by_tensor = packed.stride(1) if packed.ndim == 3 else 0
-    places = by_net * np.arange(table.shape[1]) + by_tensor * np.array(index)[:, None]
-    table["net"] = packed.data_ptr() + 4 * places
+    grads = [g.float().contiguous() for g in grads]
+    table["g"] += np.array([[g.data_ptr()] for g in grads])
+    net = table["net"]
+    net *= 4 * packed.stride(0) if len(packed) > 1 else 0
+    net += packed.data_ptr()
+    if packed.ndim == 3:
+        net += 4 * packed.stride(1) * np.array(index)[:, None]
     for name, x in zip(ROW.names[-4:], numbers, strict=True):
-        table[name] = x.numpy().T[index]  # (T, P)
+        table[name] = x.T[index]  # (T, P)
     if alpha is not None and len(index) < alpha.shape[1]:  # a list index would sync
         alpha = torch.stack([alpha[:, k] for k in index], 1)
     LAUNCH[packed.device.type](config, table, packed.device, alpha, bad)

@@ -122,9 +122,11 @@ def local(x: Tensor) -> Tensor:
 def local_grad(p: Tensor) -> Tensor:
     """The gradient of this process's part of a parameter."""
     g = p.grad
-    if is_dtensor(g) and g.placements != p.placements:
-        g = g.redistribute(placements=p.placements)
-    return local(g)
+    if not is_dtensor(g):
+        return g
+    return (
+        g if g.placements == p.placements else g.redistribute(placements=p.placements)
+    ).to_local()
 
 
 def like(p: Tensor, x: Tensor, averaged: int | None) -> Tensor:

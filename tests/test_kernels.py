@@ -65,9 +65,10 @@ class Case:
             dims = features.factored_dims(shape, out_axis)
             self.stacks.append(Stack(p, features.init_accumulators(p, dims), dims))
         rest = torch.rand(4, P, T, generator=self.gen)
-        self.numbers = Numbers(*rest * torch.tensor([80.0, 1.0, 0.1, 1.0]).view(4, 1, 1))
+        rest *= torch.tensor([80.0, 1.0, 0.1, 1.0]).view(4, 1, 1)
+        self.numbers = Numbers(*rest.numpy())
         if config.eps != "fan_in":
-            self.numbers.eps_scale.fill_(1)
+            self.numbers.eps_scale.fill(1)
 
     def gradients(self, size=0.1):
         return [
