@@ -250,7 +250,10 @@ def reads_values(w):
             lambda w: nn.ModuleList(nn.Linear(w, w) for _ in range(w // 16)),
             "one of two widths only",
         ),
-        (lambda w: nn.utils.parametrizations.weight_norm(nn.Linear(4, w)), "remove weight_norm"),
+        (
+            lambda w: nn.utils.parametrizations.weight_norm(nn.Linear(4, w)),
+            "remove its parametrization",
+        ),
         (lambda w: nn.utils.parametrizations.spectral_norm(nn.Linear(w, w)), "parametrization"),
         (lambda w: None, r"must be an nn\.Module, not NoneType"),
         (MLP(8), "build must be a function"),
