@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mulo
+from mulo import evaluate, tasks, training
 from mulo.serving import OrtMuLO
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import charlm  # noqa: E402
 import desk  # noqa: E402
 import loop  # noqa: E402
+import muon  # noqa: E402
 import resnet  # noqa: E402
 
 
@@ -244,3 +246,25 @@ def test_same_training_in_cpp(exported, tmp_path):
     done = run(tmp_path / "train", exported)
     assert done.returncode == 0, done.stderr
     assert printed_loss(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
+
+
+@pytest.mark.parametrize("task", ["fashion_conv_w4_d2_b4", "pixels_lm_w8_d1_b2"])
+def test_muon(task):
+    """The Optimizer to copy takes the same steps as the baseline that the README recommends."""
+    task, generator = tasks.get(task, rules=()), torch.Generator().manual_seed(0)
+    model, data = task.model(generator), task.data()
+    opt = muon.Muon(mulo.param_groups(model, task.roles(), ()))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: training.warmup_cosine(t, 20))
+    theta = {k: p.detach().clone()[None] for k, p in model.named_parameters()}
+    baseline = evaluate.adam([evaluate.MUON], "muon")(task)
+    state = baseline.init(theta)
+    for t in range(20):
+        batch = data.batch([generator], task.batch_size)
+        task.loss(model, [x[0] for x in batch]).backward()
+        grads = {k: p.grad[None] for k, p in model.named_parameters()}  # the same for both
+        baseline.step(state, theta, grads, t, training.warmup_cosine(t, 20))
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, theta[name][0], rtol=1e-4, atol=1e-5)
