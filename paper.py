@@ -4,7 +4,7 @@ and whose docstring has a title and the paper's claim, for RESULTS.md.
     python paper.py width                # one of EXPERIMENTS: results/width.csv and .png
     python paper.py all                  # all of them, README's picture and RESULTS.md
     python paper.py tune                 # tune baselines that are not tuned yet
-    python paper.py all --scale paper --device cuda --optimizers runs/mulo_m_paper_seed0 adamw
+    python paper.py width --scale paper --device cuda --optimizers runs/mulo_m_paper_seed0 adamw
 
 Paper: section 5 and appendices. `evaluate.Results` trains the nets and saves their losses, so a
 second run only computes tables and draws figures. A horizon is the length of runs in meta-training.
@@ -32,8 +32,8 @@ from mulo.training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-# Experiment: the widest net of each family that Muon, which is slow on wide nets, is trained on.
-# It is left out of all others, and of a ranking if it misses one of its tasks.
+# Muon is slow on wide nets. For each experiment, the largest width of each family that it trains;
+# it is left out of wider nets, of other experiments, and of rankings that include wider nets.
 MUON_WIDEST = {
     "width": {"mlp": 512, "vit": 128, "lm": 128}, "rank": {"mlp": 512, "vit": 128, "lm": 128},
     "horizon, cosine": {"mlp": 1024}, "transfer": {"mlp": 512, "conv": 128, "vit": 128, "lm": 128},
@@ -102,16 +102,20 @@ class Suite:
     scale: str = "desk"
 
     def contenders(self, *names: str) -> dict[str, Contender]:
-        """Optimizers by name of recipe. `names` selects; those not in `optimizers` are shipped."""
+        """The optimizers of the suite by name of recipe, or those named. At desk scale, a named one
+        that the suite lacks is the shipped one."""
         known = {(c := contender(name)).recipe or c.name: c for name in self.optimizers}
         if len(known) < len(self.optimizers):
             raise ValueError("two of --optimizers are runs of one recipe: use evaluate.py task.")
+        for name in names:
+            if name not in known and name not in evaluate.MORE_BASELINES and self.scale == "paper":
+                raise ValueError(f"this experiment needs {name}: add its run to --optimizers.")
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
     def entrants(self, experiment: str, *names: str, oracle: bool = False) -> dict[str, Contender]:
-        """The optimizers that an experiment trains on all tasks of these names; with `oracle`, also
-        Muon tuned at every width."""
+        """The optimizers of an experiment that trains on the tasks of these names: Muon only if it
+        may train on all of them; with `oracle`, also Muon tuned at every width."""
         known = self.contenders()
         known |= self.contenders("muon_oracle") if oracle and "muon" in known else {}
         return {k: c for k, c in known.items() if all(enters(experiment, k, x) for x in names)}
@@ -201,7 +205,8 @@ def rank(suite: Suite, results: Results) -> Finding:
     # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, and
     # Muon, which has a cosine, have not finished there. A diverged net has the loss of guessing.
     runs, jobs = {1: 1, 3: 5, 5: 5}, {}  # horizons: length of the run
-    optimizers = suite.entrants("rank", *(f.task(w) for f in suite.families for w in f.columns))
+    names = [f.task(w) for f in suite.families for w in f.columns]
+    optimizers = suite.entrants("rank", *names, oracle=True)
     names, columns = list(optimizers), list(product(runs, SIZES))
     for f, (t, size) in product(suite.families, columns):
         task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
@@ -212,9 +217,15 @@ def rank(suite: Suite, results: Results) -> Finding:
     for (f, t, _), of_task in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in of_task])
         losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (optimizers, seeds)
-        by_kind.setdefault(f.kind, []).append(report.ranked(losses.mean(1)))
-    ranks = {kind: torch.stack(x) for kind, x in by_kind.items()}  # (columns, optimizers) each
-    ranks = {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
+        by_kind.setdefault(f.kind, []).append(losses.mean(1))
+
+    def ranks_of(entrants: list[str]) -> dict[str, torch.Tensor]:
+        """By kind, the ranks among these optimizers, (columns, entrants)."""
+        chosen = [names.index(name) for name in entrants]
+        ranks = {k: torch.stack([report.ranked(x[chosen]) for x in y]) for k, y in by_kind.items()}
+        return {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
+
+    ranks = ranks_of(names)
     rows = [["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)]]
     fig, axes = figure(len(ranks))
     for ax, (kind, by_column) in zip(axes, ranks.items(), strict=True):
@@ -228,15 +239,15 @@ def rank(suite: Suite, results: Results) -> Finding:
         ax.invert_yaxis()
     axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     checks, summary = {}, []
-    for (t, size), row in zip(columns, ranks["all"].tolist(), strict=True):
+    entrants = [name for name in names if not name.startswith("muon")]  # Muon is not in the paper
+    for (t, size), row in zip(columns, ranks_of(entrants)["all"].tolist(), strict=True):
         for claim, claimed, sign in (
             ("μLO_M and μVeLO_M have the two best average ranks", PAIRS.keys(), 1),
             ("LO_M and VeLO_M have the two worst", PAIRS.values(), -1),
         ):
             inside, others = [], []
-            for name, x in zip(names, row, strict=True):
-                if name != "muon":  # not in the paper
-                    (inside if name in claimed else others).append(sign * x)
+            for name, x in zip(entrants, row, strict=True):
+                (inside if name in claimed else others).append(sign * x)
             if inside and others:
                 checks[f"{claim}, {size}, after {t}x the horizon"] = max(inside) < min(others)
     average = ranks["all"].view(len(runs), len(SIZES), -1).mean(1)  # (runs, optimizers)
@@ -276,7 +287,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
 
     Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop
     improving or diverge (figure 6). The runs under a cosine schedule (1 to 0.1) are not in the
-    paper; at a constant rate, updates of μLO_M and LO_M shrink as 1/√t beyond their horizon.
+    paper. At a constant rate, updates of all LOs but VeLO_M shrink as 1/√t beyond the horizon.
     """
     runs = []
     for f in suite.families:

@@ -93,6 +93,8 @@ def test_any_optimizers_may_be_left_out(tiny, folder):
     twice = dataclasses.replace(SUITE, optimizers=("mulo_m", str(ROOT / "weights" / "mulo_m.pt")))
     with pytest.raises(ValueError, match="two of --optimizers are runs of one recipe"):
         twice.contenders()
+    with pytest.raises(ValueError, match="needs mulo_s: add its run to --optimizers"):
+        paper.distribution(dataclasses.replace(alone, scale="paper"), Results(folder))
 
 
 def test_rank_counts_divergence_as_guessing(tiny, tmp_path):
