@@ -43,9 +43,10 @@ def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -
 
 
 def save(lo: LO, path: str | os.PathLike, **about) -> None:
-    """Write a learned optimizer to a file, with plain values such as command= or seed=."""
+    """Write a learned optimizer to a file, with plain values such as command= or seed=; they are
+    added to `lo.about`, which `load` restores."""
     weights = {name: w.detach().float().cpu().clone() for name, w in lo.named_parameters()}
-    config = dataclasses.asdict(lo.config)
+    config, about = dataclasses.asdict(lo.config), lo.about | about
     content = {"format": FORMAT, "version": VERSION, "about": about, "config": config}
     content |= {"weights": weights, "sha256": _sha256(config, weights)}
     buffer = io.BytesIO()
@@ -93,19 +94,13 @@ def load(name: str | os.PathLike, **changes) -> LO:
     except Exception as error:  # a file may hold anything
         reason = str(error).partition("\n")[0]  # torch adds a stack trace
         raise ValueError(f"{path} is damaged or of another release ({reason}).") from None
-    lo.mup = (content.get("about", {}).get("recipe") or {}).get("mup")
+    lo.about = content.get("about", {})
     return lo.with_config(**changes) if changes else lo
 
 
 def digest(lo: LO) -> str:
     """SHA-256 of the config and weights of a learned optimizer."""
     return _sha256(dataclasses.asdict(lo.config), dict(lo.named_parameters()))
-
-
-def about(name: str | os.PathLike) -> dict:
-    """Return what `save` stored with a learned optimizer: its recipe, its meta-loss and so on."""
-    path = find(name)
-    return {} if path.suffix == ".npz" else read(path).get("about", {})
 
 
 # Fields added to LOConfig later: at these values they are not hashed, so older files stay valid.
@@ -134,14 +129,13 @@ def read(path: Path) -> dict:
 
 def build(config: LOConfig, weights: Phi) -> LO:
     """A SmallFC or VeLO with a copy of these weights, which must fit the config."""
+    with torch.device("meta"):  # a file may claim absurd sizes: compare before allocating
+        lo = NETS[config.net](config)
     try:
-        with torch.device("meta"):  # a file may claim absurd sizes: compare before allocating
-            NETS[config.net](config).load_state_dict(weights, assign=True)
+        lo.load_state_dict({k: w.float().clone() for k, w in weights.items()}, assign=True)
     except RuntimeError as error:
         wrong = " ".join(str(error).split())  # one line
         raise ValueError(f"the weights do not fit {config.net}: {wrong}") from None
-    lo = NETS[config.net](config, torch.Generator()).float()  # torch's default dtype may differ
-    lo.load_state_dict(weights)
     return lo
 
 
@@ -197,7 +191,7 @@ def _load_npz(path: Path, config: dict) -> LO:
     except Exception as error:  # np.load raises many exception types
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(f"{path} has no learned optimizer's arrays: {reason}.") from None
-    lo.mup = False
+    lo.about = {"mup": False}
     return lo
 
 

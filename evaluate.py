@@ -12,9 +12,10 @@ train split only, and a second row has their test losses. Saved nets are not tra
 --fresh is given. `paper.py` has the paper's experiments, which use this file.
 
 Baselines (paper, appendix B): `adamw` and `muadam` are tuned at one width and keep their values at
-all others; results/tuned has these values. `adamw_default` is AdamW with torch's defaults,
-`muon` is orthogonalised momentum (training.Muon) at one rate for all tasks and widths, always under
-its own schedule. `adamw_oracle` and `muon_oracle` have their rates tuned at every width.
+all other widths, depths and batch sizes; results/tuned has these values. `adamw_default` is AdamW
+with torch's defaults. `muon` is orthogonalised momentum (training.Muon) at one rate for all tasks
+and widths, always under its own schedule. `adamw_oracle` and `muon_oracle` have their rates tuned
+at every width.
 """
 
 from __future__ import annotations
@@ -125,12 +126,14 @@ def remember(
 
 
 def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
-    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps."""
+    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps (under a
+    cosine; Muon's, if they were not tuned for these steps, at the horizon)."""
     if name in (fixed := {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}):
         return fixed[name]
     width = task.width if name.endswith("_oracle") else None
     name, constant = name.removesuffix("_oracle"), schedule == "constant"
-    for length in [*HORIZONS.values(), steps] if constant else [steps]:
+    lengths = [steps, *HORIZONS.values()] if name == "muon" else [steps]
+    for length in [*HORIZONS.values(), steps] if constant else lengths:
         if values := best(name, task.kind, length, schedule, width):
             return {k: values[k] for k in FIELDS}
     fix = f"run python evaluate.py tune {task.kind}"
@@ -207,10 +210,13 @@ def contender(name: str) -> Contender:
         return Contender(name, roles.ALL if name == "muadam" else ())
     folder = Path(name)
     path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
-    recipe = checkpoints.about(path).get("recipe")
-    recipe = recipe or {"mup": False, "name": None}  # imported weights, such as VeLO-4000: in SP
+    lo = mulo.load(path)
+    if lo.mup is None:
+        fix = "save it again with mulo.save(lo, path, mup=True), or False"
+        raise ValueError(f"{path} does not say whether it was meta-trained under μP: {fix}.")
     label = folder.parent.name if folder.name == "lo.pt" else folder.name.removesuffix(".npz")
-    return Contender(label, roles.ALL if recipe["mup"] else (), mulo.load(path), recipe["name"])
+    recipe = (lo.about.get("recipe") or {}).get("name")
+    return Contender(label, roles.ALL if lo.mup else (), lo, recipe)
 
 
 @dataclasses.dataclass
@@ -270,8 +276,8 @@ class Job:
             callback=callback, data_seeds=[DATA_SEED + seed for seed in self.seeds],
         )  # fmt: skip
         if self.probe_at:
-            pairs = (list(pair) for record in records for pair in record.values())
-            return dict(zip(self.keys(), pairs, strict=True))
+            by_step = dict(zip(map(str, self.probe_at), records, strict=True))
+            return {key: list(by_step[key[-2]][key[-1]]) for key in self.keys()}
         windows = [x.mean(0) for x in losses.tensor_split(min(POINTS, len(losses)))]
         by_key = list(zip(self.keys(), torch.stack(windows, 1).tolist(), strict=True))
         if self.test:

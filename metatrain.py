@@ -310,9 +310,12 @@ class Run(Trainer):
         if not ranks:
             raise FileNotFoundError(f"{out} has no checkpoint: start a new run.")
         if ranks != world:
-            raise ValueError(f"resume {out} under torchrun --nproc-per-node {ranks}, as it began.")
+            fix = f"resume it under torchrun --nproc-per-node {ranks}"
+            raise ValueError(f"{out} has checkpoints of {ranks} process(es): {fix}.")
         saved_by = Counter(step for _, step, _ in names)
-        step = max(step for step, count in saved_by.items() if count == ranks)
+        step = max((step for step, count in saved_by.items() if count == ranks), default=None)
+        if step is None:
+            raise ValueError(f"{out} has no step that all processes saved: start a new run.")
         state = checkpoints.read(out / f"checkpoint_{step}_rank{rank}.pt")
         same_fields = state.get("recipe", {}).keys() == Recipe.__dataclass_fields__.keys()
         if not same_fields or "tensors" not in state:

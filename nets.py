@@ -6,8 +6,9 @@
 Paper: appendix A.1. `SmallFC` is one MLP for all parameters. `VeLO` is an LSTM that sees each
 tensor once per step and generates that tensor's MLP (`generate`).
 
-Weights phi are dicts of tensors (P, ...), or (1, ...) if all of P nets share them. Nets are the
-particles of meta-training. Generated weights are (P, T, ...): one MLP for each tensor of a net.
+Meta-training runs P copies of a learned optimizer with different weights, each on its own net. So
+weights phi are dicts of tensors (P, ...), or (1, ...) if all nets share them. VeLO generates
+weights (P, T, ...): one MLP for each of the T tensors of a net.
 """
 
 from __future__ import annotations
@@ -85,19 +86,25 @@ class LO(nn.Module):
     """Base class: the weights phi of a learned optimizer and its config."""
 
     default: LOConfig
-    mup: bool | None = None  # whether it was meta-trained under μP, if that is known
+    about: dict = {}  # noqa: RUF012 (older pickles have none of their own)
 
     def __init__(self, config: LOConfig | None = None, generator: torch.Generator | None = None):
         super().__init__()
         self.config = dataclasses.replace(config or self.default, net=self.default.net)
         for name, value in self.initial_weights(self.config, generator).items():
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        self.about: dict = {}  # plain values that are saved with it: recipe, seed, command, ...
+
+    @property
+    def mup(self) -> bool | None:
+        """Whether it was meta-trained under μP; None if that is not known."""
+        return (self.about.get("recipe") or self.about).get("mup")
 
     def with_config(self, **fields) -> LO:
         """Return a copy with some fields of the config replaced."""
         new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
         new.load_state_dict(self.state_dict())
-        new.mup = self.mup
+        new.about = dict(self.about)
         return new.to(next(self.parameters()).device)
 
     def __repr__(self):

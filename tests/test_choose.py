@@ -36,7 +36,7 @@ def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch, 
     assert f"chosen: {paths[1]}, saved as {target}" in capsys.readouterr().out
     shipped = mulo.load("mulo_m")
     assert torch.equal(shipped.w0, mulo.load(paths[1]).w0)
-    tried = json.loads(checkpoints.about(target)["chosen_among"])
+    tried = json.loads(mulo.load(target).about["chosen_among"])
     assert [x["seed"] for x in tried] == [0, 1]
     assert tried[0]["validation"] > tried[1]["validation"]
     assert len(tried[1]["scores"]) == 2
@@ -48,7 +48,7 @@ def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch, 
     choose.main()
     mean = geometric_mean(tried[1]["scores"].values())
     assert f"{paths[1]}: {mean:.4f}  {{" in capsys.readouterr().out
-    mulo.save(mulo.load(paths[1]), tmp_path / "other.pt")
+    mulo.save(mulo.SmallFC(), tmp_path / "other.pt")
     assert "was not meta-trained at desk scale" in complaint(choose, tmp_path / "other.pt")
 
 
@@ -64,7 +64,8 @@ def test_the_record_follows_from_the_shipped_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [path.stem for path in checkpoints.SHIPPED.glob("*.pt")])
 def test_shipped(name):
     """Each is of the recipe that it claims, and the best of several seeds."""
-    lo, about = mulo.load(name), checkpoints.about(checkpoints.SHIPPED / f"{name}.pt")
+    lo = mulo.load(name)
+    about = lo.about
     r, desk = about["recipe"], recipes.recipe(name)
     assert r["name"] == name
     fields = ["mup", "lam1", "net", "sigma", "unroll", "truncation", "pairs", "kind"]

@@ -105,13 +105,20 @@ def test_schedules():
 # ---------------------------------------------------------------- jobs and results
 
 
-def test_contenders(lo_m):
+def test_contenders(lo_m, tmp_path):
     assert contender("muadam") == evaluate.Contender("muadam", roles.ALL)
     assert contender("adamw").rules == ()
     assert (contender("mulo_m").name, contender("mulo_m").rules) == ("mulo_m", roles.ALL)
     assert (lo_m.name, lo_m.rules, lo_m.recipe) == ("lo_m_seed3", (), "lo_m")
     with pytest.raises(FileNotFoundError, match="no file 'sgd'"):
         contender("sgd")
+    for lo in (mulo.load("mulo_m"), mulo.SmallFC()):  # without a recipe, as export.py saves
+        mulo.save(lo, tmp_path / "bare.pt")
+        if lo.mup is None:
+            with pytest.raises(ValueError, match="mup=True"):
+                contender(str(tmp_path / "bare.pt"))
+        else:
+            assert contender(str(tmp_path / "bare.pt")).rules == roles.ALL
 
 
 def test_arrays_of_velo(tmp_path, velo_4000):

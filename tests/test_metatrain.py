@@ -22,7 +22,7 @@ from golden_files import GOLDEN
 from torch.utils._pytree import tree_leaves
 
 import mulo
-from mulo import checkpoints, metatrain, tasks
+from mulo import metatrain, tasks
 from mulo.metatrain import Particles, Run, Trainer, pes_gradient, unflatten
 from mulo.recipes import new_lo, recipe
 
@@ -404,7 +404,7 @@ def test_a_run_is_extended(whole, tmp_path):
     run.train(minutes=0)
     assert [row["lr"] for row in run.rows[6:]] == pytest.approx(rates)
     assert finished_run(tmp_path)[0].startswith(finished_run(whole)[0])
-    about = checkpoints.about(tmp_path / "lo.pt")
+    about = mulo.load(tmp_path / "lo.pt").about
     assert about["recipe"]["steps"] == 8
     assert " && python " in about["command"]
 
@@ -426,7 +426,7 @@ def test_the_end_of_a_run(whole):
         assert re.search(rf"Final loss at width {width}: {losses}", output), output
     assert f"The optimizer is {whole / 'lo.pt'}" in output
     assert (whole / "picture.png").read_bytes().startswith(b"\x89PNG")
-    about = checkpoints.about(whole / "lo.pt")
+    about = mulo.load(whole / "lo.pt").about
     assert about["recipe"]["widths"] == (8, 16)
 
 

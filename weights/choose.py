@@ -34,8 +34,8 @@ SEEDS = [7001, 7002]
 def validate(path: Path, device: str = "cpu") -> dict:
     """The record of a run, with its final losses on the validation tasks (`scores`) and their
     geometric mean (`validation`). Divergence counts as the task's loss bound."""
-    lo, about, scores = mulo.load(path), checkpoints.about(path), {}
-    recipe = about.get("recipe")
+    lo, scores = mulo.load(path), {}
+    about, recipe = lo.about, lo.about.get("recipe")
     if recipe is None or recipe["scale"] != "desk":
         raise ValueError(f"{path} was not meta-trained at desk scale, so it cannot be validated.")
     for name, steps, schedule in VALIDATION:
@@ -60,7 +60,7 @@ def write_record() -> None:
     path, lines, digests = checkpoints.SHIPPED / "README.md", "", ""
     introduction = path.read_text().partition(HEAD)[0] if path.exists() else ""
     for file in sorted(checkpoints.SHIPPED.glob("*.pt")):
-        about = checkpoints.about(file)
+        about = mulo.load(file).about
         digests += f"{sha256(file)}  {file.name}\n"
         for run in sorted(json.loads(about.get("chosen_among", "[]")), key=lambda run: run["seed"]):
             mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
@@ -83,7 +83,7 @@ def main() -> None:
         print(sentence)
         runs = [path / "lo.pt" if path.is_dir() else path for path in args.runs]
         for path in runs if args.ship else []:
-            recipe = checkpoints.about(path).get("recipe", {}).get("name")
+            recipe = mulo.load(path).about.get("recipe", {}).get("name")
             if recipe != args.ship:
                 raise ValueError(f"{path} is a run of {recipe}, not of {args.ship}: leave it out.")
         records = {}
@@ -92,9 +92,8 @@ def main() -> None:
             print(f"{path}: {record['validation']:.4f}  {record['scores']}")
         if args.ship:
             best = min(records, key=lambda path: records[path]["validation"])
-            about = checkpoints.about(best) | {"chosen_among": json.dumps(list(records.values()))}
-            target = checkpoints.SHIPPED / f"{args.ship}.pt"
-            mulo.save(mulo.load(best), target, **about)
+            target, among = checkpoints.SHIPPED / f"{args.ship}.pt", list(records.values())
+            mulo.save(mulo.load(best), target, chosen_among=json.dumps(among))
             write_record()
             print(f"chosen: {best}, saved as {target}")
 
