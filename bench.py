@@ -18,8 +18,6 @@ import math
 import os
 import platform
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -122,29 +120,7 @@ def bench_step(repeats: int, device: str) -> dict[str, Rows]:
     tables = {"A step, ns/param (parameters in tensors)": compare(cases, repeats, device)}
     fixed = compare(tiny, 20 * repeats, device, per_param=False)
     tables["The fixed cost of a step, µs (parameters in tensors)"] = fixed
-    if device == "cpu":
-        tables["MuLO(...) and its first step in a new process, s, wall"] = first_step()
     return tables
-
-
-FIRST_STEP = """
-import time, torch, mulo
-lo, p = mulo.load("mulo_m"), torch.nn.Parameter(torch.ones(64, 64))
-p.grad = torch.ones_like(p)
-start = time.perf_counter()
-mulo.MuLO([{"params": [p], "scale": 1.0}], lo).step()
-print(time.perf_counter() - start)
-"""
-
-
-def first_step() -> Rows:
-    """The constructor, which starts the compiler in the background, and the first step."""
-    command, row = [sys.executable, "-c", FIRST_STEP], {}
-    with tempfile.TemporaryDirectory() as cache:
-        options = {"env": os.environ | {"XDG_CACHE_HOME": cache}, "cwd": Path(__file__).parent}
-        for column in ("nothing compiled", "compiled before"):
-            row[column] = float(subprocess.check_output(command, **options))
-    return {"mulo_m": row}
 
 
 def bench_many(repeats: int, device: str) -> dict[str, Rows]:

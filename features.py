@@ -215,9 +215,9 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
     """1 - beta, with beta = 1 - exp(10 (log(1 - beta0)/10 + o)) and the offset o learned.
 
     DIVERGES: the paper only says that the betas are learned; this is the reference's form. Betas of
-    V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. 1 - beta
-    is computed from the float32 beta, as in the reference, to have its rounding error (5e-5 of
-    1 - 0.999).
+    V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. Like the
+    reference, this rounds beta to float32 before it computes 1 - beta, which for beta = 0.999 is
+    an error of 5e-5.
     """
     beta0 = constant(beta0, offset.dtype, offset.device)
     beta = 1 - (10 * ((1 - beta0).log() / 10 + offset)).exp()
@@ -298,9 +298,9 @@ def parameter_features(
 @functools.cache
 def feature_names(kind: str) -> tuple[str, ...]:
     """The name of each of the network's inputs, in order: 39 for small_fc, 30 (29) for VeLO."""
-    one = torch.ones(1, 1, 1)
-    acc = init_accumulators(one, (-2, -1))
-    inputs = parameter_features(one, one, acc, (-2, -1), Eps("reference", 1e-5), kind)
+    one, three = torch.ones(1, 1), torch.ones(1, 3, 1)
+    acc = Accumulators(three, one, three, three)  # of a vector with one entry
+    inputs = parameter_features(one, one, acc, None, Eps("reference", 1e-5), kind)
     names = [
         f"{name}{k + 1}" if x.shape[1] > 1 else name
         for name, x in inputs.items()

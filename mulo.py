@@ -315,8 +315,8 @@ class MuLO(torch.optim.Optimizer):
         return params
 
     def _only_creates_state(self, params: list[tuple[nn.Parameter, dict]]) -> bool:
-        """Whether this is not a step: torch.distributed.checkpoint creates the state that it loads
-        by a step with lr 0 and gradients 0, which must not count. Creates it then."""
+        """Detect torch.distributed.checkpoint's way to create the state that it will load: a step
+        with lr 0 and zero gradients. If so, create the state without counting a step."""
         if any(group["lr"] != 0 or sharded.any_nonzero(p.grad) for p, group in params):
             return False
         for p, group in params:

@@ -108,12 +108,12 @@ def _kind_and_axis(module: nn.Module, leaf: str, p: nn.Parameter) -> tuple[str, 
     if not isinstance(axis, dict) or (axis := axis.get(leaf)) is None:
         return "bare", 0
     if p.ndim > 3 or axis not in (-2, -1, p.ndim - 2, p.ndim - 1):
-        raise ValueError(f"out_axis of {leaf!r} must be one of its last two axes, of 3 at most.")
+        raise ValueError(f"out_axis of {leaf!r} must be one of the last two of at most three axes.")
     return "layer", axis % p.ndim if axis % p.ndim < 2 else -1
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """List every parameter once, under its first name. A table comes where its readout is."""
+    """List every parameter once, under its first name; a tied embedding in its readout's place."""
     weights: dict[int, Weight] = {}
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod

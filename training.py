@@ -259,16 +259,16 @@ def train(
     else:
         opt = optimizer(task)
         state = opt.init(theta)
-    history = []
+    # One tensor for all steps: small tensors that outlive a step would fragment the heap.
+    history = torch.full((steps, P), math.nan, device=device)
     for t in range(steps):
         if callback:
             callback(t, theta)
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
-        history.append(losses)
-        if t % 50 == 49 and not callback and not torch.stack(history[-50:]).isfinite().any():
-            history += [torch.full_like(losses, torch.nan)] * (steps - t - 1)  # all diverged
-            break
+        history[t] = losses
+        if t % 50 == 49 and not callback and not history[t - 49 : t + 1].isfinite().any():
+            break  # all diverged
         lr = schedule(t) if schedule else 1.0
         if isinstance(opt, Adam):
             opt.step(state, theta, grads, t, lr)
@@ -276,7 +276,7 @@ def train(
             opt.step(weights, state, theta, grads, losses, torch.full((P,), float(t)), lr)
     if callback:
         callback(steps, theta)
-    return torch.stack(history).cpu()
+    return history.cpu()
 
 
 def batches(data, generators: list[torch.Generator], size: int, copies: int = 1) -> Batch:

@@ -1,11 +1,7 @@
 """bench.py: turns, minima, and the tables it prints."""
 
-import io
-import os
 import re
-import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -31,23 +27,6 @@ def test_comparison(net):
     assert "literal" in small.keys() - large.keys()
     ratio = small["kernel"] / small["AdamW foreach"]
     assert small["kernel / AdamW foreach"] == pytest.approx(ratio)
-
-
-def test_first_step(monkeypatch):
-    """Each run is a process with its own cache, which the second finds filled by the first."""
-    caches = []
-
-    def run(command, env, cwd):
-        caches.append(env["XDG_CACHE_HOME"])
-        with redirect_stdout(io.StringIO()) as printed:
-            exec(command[2], {})
-        return printed.getvalue().encode()
-
-    monkeypatch.setattr(subprocess, "check_output", run)
-    assert all(seconds > 0 for seconds in bench.first_step()["mulo_m"].values())
-    assert len(caches) == 2
-    assert len(set(caches)) == 1
-    assert caches[0] != os.environ.get("XDG_CACHE_HOME")
 
 
 def test_sections(monkeypatch, capsys, complaint):

@@ -244,7 +244,7 @@ def reads_values(w):
         (bare_and_tied, "'rest.w' is tied to 'tokens.weight', a table: untie"),
         (lambda w: nn.Bilinear(w, w, w), "'weight'.*fits no role"),
         (lambda w: Matmul(w, 4 * w, (3,)), r"stack of matrices W, set out_axis = \{'W': -2\}"),
-        (lambda w: Matmul(w, w, (3,), out_axis=0), "must be one of its last two axes"),
+        (lambda w: Matmul(w, w, (3,), out_axis=0), "must be one of the last two"),
         (lambda w: nn.Linear(4, 5), r"no parameter grows from build\(16\)"),
         (
             lambda w: nn.ModuleList(nn.Linear(w, w) for _ in range(w // 16)),
