@@ -1,7 +1,7 @@
 """Muon with a learned rate for each matrix: a study in meta-learning, small enough to hack.
 
     python examples/learned_rates.py compare                 # the validation table, from RATES_FILE
-    python examples/learned_rates.py train --seed 0          # meta-train: 24 minutes of one core
+    python examples/learned_rates.py train --seed 0          # meta-train: half an hour of one core
     python examples/learned_rates.py compare runs/rates0.json
 
 The rule is linear. A matrix moves by rate * exp(w . features), clipped to exp(-3)..exp(3), times
@@ -210,13 +210,13 @@ def random_task(rng: random.Random) -> tuple[str, int, float]:
             return name, steps, factor
 
 
-def train(seed: int, minutes: float, path: Path) -> None:
+def train(seed: int, outer_steps: int, path: Path) -> None:
     """Evolution strategies: 4 tasks per outer step, 8 antithetic pairs each (2 seeds of nets)."""
     rng, generator = random.Random(1000 + seed), torch.Generator().manual_seed(seed)
-    N, sigma, used, k = 8, 0.1, 0.0, 0
-    w, m, v, total, averaged = torch.zeros(DIM), torch.zeros(DIM), torch.zeros(DIM), 0.0, 0
-    while used < 60 * minutes:
-        start = time.monotonic()
+    N, sigma, start = 8, 0.1, time.monotonic()
+    w, m, v, total = torch.zeros(DIM), torch.zeros(DIM), torch.zeros(DIM), torch.zeros(DIM)
+    averaged = range(outer_steps * 3 // 5, outer_steps)  # the result is the mean over these
+    for k in range(outer_steps):
         blocks = [torch.randn(DIM, DIM, generator=generator) for _ in range(-(-4 * N // DIM))]
         eps = torch.cat([torch.linalg.qr(x)[0] * DIM**0.5 for x in blocks])[: 4 * N]
         eps = eps[torch.randperm(4 * N, generator=generator)]  # orthogonal within a block
@@ -229,20 +229,18 @@ def train(seed: int, minutes: float, path: Path) -> None:
             deltas.append(losses[:N] - losses[N:])
         delta = torch.cat(deltas).clamp(-0.3, 0.3)
         grad = (eps * delta.unsqueeze(1)).mean(0) / (2 * sigma)
-        k, share = k + 1, used / (60 * minutes)
         m.lerp_(grad, 0.1)
         v.lerp_(grad.square(), 0.02)
         # Adam with one scale for all weights: those without a signal do not walk at random
-        scale = (v / (1 - 0.98**k)).mean().sqrt() + 1e-8
-        lr = 0.03 * min(1, k / 5) * (1 - 0.9 * share)
-        w = w - lr * (m / (1 - 0.9**k)) / scale
-        if share > 0.6:  # the result is the mean over the last 40 % of the run
-            total, averaged = total + w, averaged + 1
-        used += time.monotonic() - start
-        print(f"outer step {k}: |w| = {w.norm():.3f}, {used / 60:.1f} minutes", flush=True)
-        result = (total / averaged if averaged else w).tolist()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({f"seed {seed}": {"outer_steps": k, "w": result}}))
+        scale = (v / (1 - 0.98 ** (k + 1))).mean().sqrt() + 1e-8
+        lr = 0.03 * min(1, (k + 1) / 5) * (1 - 0.9 * k / outer_steps)
+        w = w - lr * (m / (1 - 0.9 ** (k + 1))) / scale
+        total += w * (k in averaged)
+        minutes = (time.monotonic() - start) / 60
+        print(f"outer step {k + 1}: |w| = {w.norm():.3f}, {minutes:.1f} minutes", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"outer_steps": outer_steps, "w": (total / len(averaged)).tolist()}
+    write_atomically(path, json.dumps({f"seed {seed}": result}))
 
 
 def compare(path: Path, steps: int, seeds: list[int], names: tuple[str, ...]) -> None:
@@ -277,7 +275,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("train", help="meta-train the weights of the rule")
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--minutes", type=float, default=24)
+    command.add_argument("--outer-steps", type=int, default=130)
     command = commands.add_parser("compare", help="train nets of the validation tasks")
     command.add_argument("file", type=Path, nargs="?", default=RATES_FILE)
     command.add_argument("--steps", type=int, default=500)
@@ -288,7 +286,7 @@ def main() -> None:
     torch.set_flush_denormal(True)
     training.keep_freed_memory()
     if args.command == "train":
-        train(args.seed, args.minutes, Path("runs") / f"rates{args.seed}.json")
+        train(args.seed, args.outer_steps, Path("runs") / f"rates{args.seed}.json")
     else:
         compare(args.file, args.steps, list(range(9001, 9001 + args.seeds)), tuple(args.tasks))
 
