@@ -27,7 +27,7 @@ import torch
 
 import mulo
 from mulo import evaluate, kernels, metatrain, recipes, tasks, training
-from mulo.evaluate import one_sentence, positive
+from mulo.evaluate import exit_with_message, positive
 
 Shapes = list[tuple[int, ...]]
 Runs = dict[str, Callable[[], object]]
@@ -182,7 +182,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cpu" and args.command not in ("step", "many"):
         parser.error(f"{args.command} is measured on the CPU only: drop --device.")
-    with one_sentence("bench.py"):
+    with exit_with_message("bench.py"):
         device, _ = kernels.pick_device(args.device)
     torch.set_num_threads(1)
     training.keep_freed_memory()

@@ -50,8 +50,7 @@ from mulo.recipes import DESK, SCALES, Recipe
 
 POINTS = 50  # windows over which the losses of a run are averaged
 DATA_SEED = 10_000  # offset of the seeds of batches: nets of all widths see the same batches
-HORIZONS = {"desk": DESK["unroll"], "paper": Recipe.unroll}  # length of unrolls in meta-training
-WIDEST = {"desk": DESK["widths"][-1], "paper": Recipe.widths[-1]}  # net in meta-training
+HORIZONS = DESK["unroll"], Recipe.unroll  # inner steps of meta-training, at desk and paper scale
 NET = ("optimizer", "digest", "task", "steps", "schedule")
 TABLES = {  # file: columns of the key, columns of the numbers
     "losses.csv": ((*NET, "seed", "split"), [f"loss_{k}" for k in range(POINTS)]),
@@ -82,10 +81,10 @@ GRIDS = {  # the paper's tables: 504 and 512 configurations
         "b2": [0.9, 0.95, 0.99, 0.999], "weight_decay": [0.0],
     },
 }  # fmt: skip
-FIELDS = ("lr", "b1", "b2", "weight_decay")
+HYPERPARAMETERS = ("lr", "b1", "b2", "weight_decay")
 ADAMW_DEFAULTS = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
 MUON = {"lr": training.Muon.LR, "b1": 0.9, "b2": 0.95, "weight_decay": 0.0}  # b1, b2: of Adam
-RATES = {  # of `Tuning`
+RATES = {  # learning rates that a `Tuning` tries
     "adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][15::2],
     "muon": [MUON["lr"] * 2.0**k for k in range(-2, 3)],
 }  # fmt: skip
@@ -98,58 +97,15 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
 
 def adam(values: list[dict], name: str = "adamw") -> Callable[[tasks.Task], training.Adam]:
     """A baseline for `training.train`, with the hyperparameters of each net."""
-    columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
+    columns = {k: torch.tensor([v[k] for v in values]) for k in HYPERPARAMETERS}
     baseline = training.Muon if name.startswith("muon") else training.Adam
     return lambda task: baseline(task, **columns)
 
 
-def best(
-    name: str, kind: str, steps: int, schedule: str = "constant", width: int | None = None
-) -> dict | None:
-    """The values in results/tuned/<kind>.json: for one width if it is given, else for all."""
-    path = TUNED / f"{kind}.json"
-    key = f"{name}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
-    return json.loads(path.read_text()).get(key) if path.exists() else None
-
-
-def remember(
-    values: dict, name: str, kind: str, steps: int, schedule: str, width: int | None = None
-) -> Path:
-    """Save values for `best`."""
-    path, command = TUNED / f"{kind}.json", shlex.join(["python", *sys.argv])
-    known = json.loads(path.read_text()) if path.exists() else {}
-    key = f"{name}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
-    known[key] = values | {"command": command}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-    return path
-
-
-def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
-    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps (under a
-    cosine; Muon's, if they were not tuned for these steps, at the horizon)."""
-    if name in (fixed := {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}):
-        return fixed[name]
-    width = task.width if name.endswith("_oracle") else None
-    name, constant = name.removesuffix("_oracle"), schedule == "constant"
-    lengths = [steps, *HORIZONS.values()] if name == "muon" else [steps]
-    for length in [*HORIZONS.values(), steps] if constant else lengths:
-        if values := best(name, task.kind, length, schedule, width):
-            return {k: values[k] for k in FIELDS}
-    fix = f"run python evaluate.py tune {task.kind}"
-    fix += "" if constant else f" --steps {steps} --schedule {schedule}"
-    fix += f" --width {width} --every-width" if width else ""
-    if task.own:
-        fix = "compare with adamw_default or muon, which need no tuning"
-    elif name == "muon":
-        fix = "run python paper.py tune"
-    raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
-
-
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A search for a baseline's values, as a job for `Results.execute`. It tries the learning rates
-    in RATES or, with `full`, the paper's grid."""
+    """A search for a baseline's hyperparameters, as a job for `Results.execute`. It tries the
+    learning rates in RATES or, with `full`, the paper's grid."""
 
     name: str  # "adamw", "muadam" or "muon"
     task: str
@@ -159,21 +115,34 @@ class Tuning:
     seeds: tuple[int, ...] = (5001, 5002, 5003)
     full: bool = False
 
-    def key(self) -> tuple:
-        """The arguments of `best`, and of `remember` after the values."""
+    def file_and_key(self) -> tuple[Path, str]:
+        """Values are saved by kind of task, and by width if they are tuned at every width."""
         task = tasks.get(self.task)
-        width = task.width if self.every_width else None
-        return self.name, task.kind, self.steps, self.schedule, width
+        key = f"{self.name}, {self.steps} steps, {self.schedule}"
+        key += f", width {task.width}" if self.every_width else ""
+        return TUNED / f"{task.kind}.json", key
+
+    def saved(self) -> dict | None:
+        path, key = self.file_and_key()
+        return json.loads(path.read_text()).get(key) if path.exists() else None
+
+    def save(self, values: dict) -> Path:
+        path, key = self.file_and_key()
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[key] = values | {"command": shlex.join(["python", *sys.argv])}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        return path
 
     def configurations(self) -> list[dict]:
         if self.full:
             grid = itertools.product(*GRIDS[self.name].values())
-            return [dict(zip(FIELDS, values, strict=True)) for values in grid]
-        kind = tasks.get(self.task).kind
-        known = [best(self.name, kind, n) for n in (self.steps, *HORIZONS.values())]
-        rest = next(filter(None, known), ADAMW_DEFAULTS | {"weight_decay": 0.0})
-        rest = MUON if self.name == "muon" else rest
-        return [{"lr": lr} | {k: rest[k] for k in FIELDS[1:]} for lr in RATES[self.name]]
+            return [dict(zip(HYPERPARAMETERS, values, strict=True)) for values in grid]
+        lengths = self.steps, *HORIZONS
+        saved = [Tuning(self.name, self.task, steps).saved() for steps in lengths]
+        default = MUON if self.name == "muon" else ADAMW_DEFAULTS | {"weight_decay": 0.0}
+        others = next(filter(None, saved), default)
+        return [{k: others[k] for k in HYPERPARAMETERS} | {"lr": lr} for lr in RATES[self.name]]
 
     def run(self, device: str = "cpu") -> dict:
         """Return the configuration with the lowest final loss (mean over seeds), and that loss."""
@@ -189,6 +158,29 @@ class Tuning:
         k = int(scores.nan_to_num(math.inf).argmin())
         size = {"width": task.width, "depth": task.depth, "seeds": len(seeds)}
         return configs[k] | {"loss": float(scores[k])} | size | {"configurations": len(configs)}
+
+
+def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
+    """A baseline's hyperparameters. At a constant rate they are tuned at the meta-trained horizon,
+    or else for these steps; under a schedule, for these steps, or else (Muon) at the horizon."""
+    fixed = {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}
+    if name in fixed:
+        return fixed[name]
+    every_width, name = name.endswith("_oracle"), name.removesuffix("_oracle")
+    lengths = [steps, *HORIZONS] if name == "muon" else [steps]
+    if schedule == "constant":
+        lengths = [*HORIZONS, steps]
+    for length in lengths:
+        if values := Tuning(name, task.name, length, schedule, every_width).saved():
+            return {k: values[k] for k in HYPERPARAMETERS}
+    fix = f"run python evaluate.py tune {task.kind}"
+    fix += "" if schedule == "constant" else f" --steps {steps} --schedule {schedule}"
+    fix += f" --width {task.width} --every-width" if every_width else ""
+    if task.own:
+        fix = "compare with adamw_default or muon, which need no tuning"
+    elif name == "muon":
+        fix = "run python paper.py tune"
+    raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
 
 
 # ---------------------------------------------------------------- jobs
@@ -269,11 +261,10 @@ class Job:
         elif self.test:
             callback, records = training.watch_test_loss(task, self.steps, device)
         optimizer = self.optimizer.lo or adam([self.values] * len(self.seeds), self.optimizer.name)
-        steps = max(self.probe_at) + 1 if self.probe_at else self.steps
         losses = training.train(
-            task, optimizer, steps, list(self.seeds), num_steps=self.steps,
-            schedule=schedule_of(self.schedule, self.steps), device=device,
-            callback=callback, data_seeds=[DATA_SEED + seed for seed in self.seeds],
+            task, optimizer, self.steps, list(self.seeds), device=device, callback=callback,
+            schedule=schedule_of(self.schedule, self.steps),
+            data_seeds=[DATA_SEED + seed for seed in self.seeds],
         )  # fmt: skip
         if self.probe_at:
             by_step = dict(zip(map(str, self.probe_at), records, strict=True))
@@ -340,20 +331,19 @@ class Results:
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing, each net once."""
-        missing, known = {}, self.trained if self.fresh else self.kept
+        missing, known = [], set(self.trained if self.fresh else self.kept)
         for job in jobs:
             keys = job.keys()
-            self.requested.update(keys)
             absent = [key not in known for key in keys]
-            if any(absent) and not job.probe_at:
-                job = dataclasses.replace(job, seeds=tuple(itertools.compress(job.seeds, absent)))
             if any(absent):
-                missing[tuple(job.keys())] = job
-        if missing:
-            for _, by_key in self.execute(list(missing.values()), desc):
-                self.kept |= by_key
-                self.trained.update(by_key)
-                self.save()
+                seeds = tuple(itertools.compress(job.seeds, absent))
+                missing.append(job if job.probe_at else dataclasses.replace(job, seeds=seeds))
+            known.update(keys)
+            self.requested.update(keys)
+        for _, by_key in self.execute(missing, desc) if missing else ():
+            self.kept |= by_key
+            self.trained.update(by_key)
+            self.save()
 
     def losses(self, job: Job, split: str = "") -> Tensor:
         """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing.
@@ -371,21 +361,21 @@ class Results:
             by_layer.setdefault(layer, []).append(self.kept[*key, layer])
         return by_layer
 
+    def read_or_trained(self) -> str:
+        read, total = len(self.requested - self.trained), len(self.requested)
+        return f"{read} of {total} results were read from {self.folder}: --fresh retrains."
+
     def execute(self, jobs: list[Job | Tuning], desc: str) -> Iterator[tuple]:
         """Run jobs, the longest first; yield each with its result. A failure stops the rest."""
         jobs = sorted(jobs, key=_rough_cost, reverse=True)
-        if min(self.processes, len(jobs)) > 1:
-            done = self._in_processes(jobs)
-        else:
+        if min(self.processes, len(jobs)) < 2:
             _prepare_process()
-            done = ((job, job.run(self.device)) for job in jobs)
-        yield from tqdm(done, desc, len(jobs))
-
-    def _in_processes(self, jobs: list[Job | Tuning]) -> Iterator[tuple]:
+            yield from ((job, job.run(self.device)) for job in tqdm(jobs, desc))
+            return
         with ProcessPoolExecutor(self.processes, get_context("spawn"), _prepare_process) as pool:
             futures = {pool.submit(job.run, self.device): job for job in jobs}
             try:
-                for future in as_completed(futures):
+                for future in tqdm(as_completed(futures), desc, len(jobs)):
                     yield futures[future], future.result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -409,20 +399,19 @@ class Results:
 
 def tune(args: argparse.Namespace) -> None:
     """Tune AdamW and μAdam over the paper's grids; with a schedule, their learning rates only."""
-    task = f"{args.kind}_w{args.width or WIDEST[args.scale]}_d{args.depth}"
-    steps, seeds = args.steps or HORIZONS[args.scale], tuple(range(args.seeds or 3))
+    task, seeds = f"{args.kind}_w{args.width}_d3", tuple(range(args.seeds or 3))
     full = args.schedule == "constant"
-    for name in BASELINES:
-        tuning = Tuning(name, task, steps, args.schedule, args.every_width, seeds, full)
+    for name, label in BASELINES.items():
+        tuning = Tuning(name, task, args.steps, args.schedule, args.every_width, seeds, full)
         values = tuning.run(args.device)
-        print(f"{BASELINES[name]}: {values}, saved in {remember(values, *tuning.key())}")
+        print(f"{label}: {values}, saved in {tuning.save(values)}")
 
 
 def compare(args: argparse.Namespace) -> None:
     """Print final losses: a row for each task, or two with --test; a column for each optimizer."""
     results = Results(args.out or Path("results"), args.device, args.processes, args.fresh)
     optimizers = [contender(x) for x in args.optimizers or ("mulo_m", "adamw_default")]
-    options = args.steps or 500, args.schedule, range(args.seeds or 5), (), args.test
+    options = args.steps, args.schedule, range(args.seeds or 5), (), args.test
     jobs = {task: [Job(c, task, *options) for c in optimizers] for task in args.tasks}
     results.run(itertools.chain(*jobs.values()))
     print(f"{'':26}" + "".join(f"{c.name:>24}" for c in optimizers))
@@ -434,8 +423,7 @@ def compare(args: argparse.Namespace) -> None:
             pairs = [mean_stderr(x) for x in losses]
             cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in pairs]
             print(f"{head:26}" + "".join(f"{cell:>24}" for cell in cells))
-    read, total = len(results.requested - results.trained), len(results.requested)
-    print(f"{read} of {total} results were read from {results.folder}: --fresh retrains.")
+    print(results.read_or_trained())
 
 
 def positive(text: str) -> int:
@@ -449,9 +437,8 @@ FLAGS = {
     "kind": dict(help="kind of task, such as fashion8_mlp"),
     "tasks": dict(nargs="+", help="names of tasks, such as fashion8_mlp_w256_d3"),
     "--scale": dict(choices=SCALES, default="desk", help="desk (the default) or paper"),
-    "--width": dict(type=positive, help="width (default: the widest of meta-training)"),
-    "--depth": dict(type=positive, default=3, help="depth of the nets (default: 3)"),
-    "--steps": dict(type=positive, help="length of runs (default: 500; tune: as in meta-training)"),
+    "--width": dict(type=positive, default=64, help="width of the nets (default: 64)"),
+    "--steps": dict(type=positive, default=500, help="length of runs (default: 500)"),
     "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
     "--schedule": dict(choices=SCHEDULES, default="constant", help="of the lr (default: constant)"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
@@ -465,7 +452,7 @@ FLAGS = {
 
 
 @contextlib.contextmanager
-def one_sentence(program: str) -> Iterator[None]:
+def exit_with_message(program: str) -> Iterator[None]:
     """Exit with one sentence, without a traceback, on Ctrl-C and on expected errors."""
     try:
         yield
@@ -481,7 +468,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Test learned optimizers against baselines.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, flags in (
-        ("tune", tune, "kind --scale --width --depth --steps --schedule --every-width"),
+        ("tune", tune, "kind --width --steps --schedule --every-width"),
         ("task", compare, "tasks --optimizers --steps --schedule --test --out --fresh --processes"),
     ):
         command = commands.add_parser(name, help=run.__doc__)
@@ -489,7 +476,7 @@ def main() -> None:
             command.add_argument(flag, **FLAGS[flag])
         command.set_defaults(run=run)
     args = parser.parse_args()
-    with one_sentence("evaluate.py"):
+    with exit_with_message("evaluate.py"):
         args.device, sentence = kernels.pick_device(args.device)
         print(sentence)
         args.run(args)

@@ -31,7 +31,7 @@ def shrink(patch, tuned):
     """Small experiments, with tuned values in a folder of their own."""
     patch.setattr(evaluate, "TUNED", tuned)
     patch.setattr(evaluate, "RATES", {k: [0.01] for k in evaluate.RATES})
-    patch.setattr(evaluate, "HORIZONS", {"desk": SUITE.steps})
+    patch.setattr(evaluate, "HORIZONS", (SUITE.steps,))
     patch.setattr(paper, "TRANSFER", {"fashion8_mlp_w{}_d3": (8, 16)})
     patch.setattr(paper, "SEEDS", 2)
 
@@ -75,14 +75,11 @@ def test_smoke(tiny, name, folder, monkeypatch):
 
 
 def test_muon_is_left_out_of_wide_nets(monkeypatch):
-    monkeypatch.setattr(paper, "MUON_WIDEST", {"rank": {"mlp": 8, "vit": 8}})
+    monkeypatch.setattr(paper, "MUON_WIDEST", {"mlp": 8, "vit": 8})
     narrow, wide, vit = MLPS.task(8), MLPS.task(16), VITS.task(8)
-    for experiment, names, enters in (
-        ("rank", [narrow, vit], True), ("rank", [narrow, wide], False),
-        ("rank", ["pixels_lm_w8_d3"], False), ("depth", [narrow], False),
-    ):  # fmt: skip
-        assert ("muon" in SUITE.entrants(experiment, *names)) == enters
-        assert "adamw" in SUITE.entrants(experiment, *names)
+    others = ["mulo_m", "lo_m", "adamw"]
+    assert list(SUITE.with_muon(narrow, vit)) == [*others, "muon", "muon_oracle"]
+    assert list(SUITE.with_muon(narrow, wide)) == list(SUITE.without_muon()) == others
 
 
 def test_any_optimizers_may_be_left_out(tiny, folder):
