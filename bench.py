@@ -62,14 +62,11 @@ def machine(device: str) -> str:
 
 def table(title: str, rows: Rows) -> str:
     """A Markdown table. The first row has all columns; the others may lack some."""
-
-    def cell(x: float) -> str:
-        return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" if x >= 0.01 else "< 0.01"
-
     columns = list(next(iter(rows.values())))
     lines = [f"**{title}**", "", f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     for name, row in rows.items():
-        cells = [cell(row[column]) if column in row else "" for column in columns]
+        numbers = [row.get(column) for column in columns]
+        cells = ["" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in numbers]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
@@ -132,9 +129,12 @@ def bench_many(repeats: int, device: str) -> dict[str, Rows]:
 
 
 def bench_train(repeats: int, device: str) -> dict[str, Rows]:
-    rows, steps, muon = {}, 20, evaluate.adam([evaluate.MUON], "muon")
-    optimizers = {"AdamW": evaluate.adam([evaluate.ADAMW_DEFAULTS]), "Muon": muon}
-    optimizers["mulo_m"] = mulo.load("mulo_m")
+    rows, steps = {}, 20
+    optimizers = {
+        "AdamW": evaluate.adam([evaluate.ADAMW_DEFAULTS]),
+        "Muon": evaluate.adam([evaluate.MUON], "muon"),
+        "mulo_m": mulo.load("mulo_m"),
+    }
     for width in (64, 256, 1024):
         task, runs = tasks.get(f"fashion_mlp_w{width}_d3"), {}
         for name, optimizer in optimizers.items():
