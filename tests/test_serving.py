@@ -165,7 +165,7 @@ def pair(path, dtype=torch.float32, **options):
         p = list(model.parameters())
         groups = [
             {"params": p[:5], "scale": 0.5, "weight_decay": 0.01},
-            {"params": p[5:9], "lr": 0.7, "step": 3},
+            {"params": p[5:9], "lr": 0.7, "step": 1000},  # beyond t_max: updates anneal
             {"params": p[9:], "out_axis": 1},
         ]
         opts.append(make(groups, **options))
