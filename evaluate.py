@@ -48,13 +48,13 @@ from mulo import checkpoints, kernels, roles, tasks, training
 from mulo.checkpoints import write_atomically
 from mulo.recipes import DESK, SCALES, Recipe
 
-POINTS = 50  # windows over which the losses of a run are averaged
+WINDOWS = 50  # windows over which the losses of a run are averaged
 DATA_SEED = 10_000  # offset of the seeds of batches: nets of all widths see the same batches
 HORIZONS = DESK["unroll"], Recipe.unroll  # inner steps of meta-training, at desk and paper scale
-NET = ("optimizer", "digest", "task", "steps", "schedule")
+COLUMNS = ("optimizer", "digest", "task", "steps", "schedule")  # of both tables
 TABLES = {  # file: columns of the key, columns of the numbers
-    "losses.csv": ((*NET, "seed", "split"), [f"loss_{k}" for k in range(POINTS)]),
-    "activations.csv": ((*NET, "seeds", "step", "layer"), ["change", "size"]),
+    "losses.csv": ((*COLUMNS, "seed", "split"), [f"loss_{k}" for k in range(WINDOWS)]),
+    "activations.csv": ((*COLUMNS, "seeds", "step", "layer"), ["change", "size"]),
 }
 
 # ---------------------------------------------------------------- tuned baselines
@@ -269,7 +269,7 @@ class Job:
         if self.probe_at:
             by_step = dict(zip(map(str, self.probe_at), records, strict=True))
             return {key: list(by_step[key[-2]][key[-1]]) for key in self.keys()}
-        windows = [x.mean(0) for x in losses.tensor_split(min(POINTS, len(losses)))]
+        windows = [x.mean(0) for x in losses.tensor_split(min(WINDOWS, len(losses)))]
         by_key = list(zip(self.keys(), torch.stack(windows, 1).tolist(), strict=True))
         if self.test:
             by_key += zip(self.keys("test"), torch.stack(records, 1).tolist(), strict=True)
@@ -294,11 +294,6 @@ def _prepare_process() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # diverged nets produce denormals, which are slow
     training.keep_freed_memory()
-
-
-def _rough_cost(job: Job | Tuning) -> int:
-    task = tasks.get(job.task)
-    return job.steps * len(job.seeds) * (task.depth * task.width**2 + 20_000)
 
 
 class Results:
@@ -346,7 +341,7 @@ class Results:
             self.save()
 
     def losses(self, job: Job, split: str = "") -> Tensor:
-        """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing.
+        """Mean losses in WINDOWS windows, (WINDOWS, seeds); trains what is missing.
 
         With split="test" the test losses, (TEST_TIMES + 1, seeds), the last at the end.
         """
@@ -366,8 +361,9 @@ class Results:
         return f"{read} of {total} results were read from {self.folder}: --fresh retrains."
 
     def execute(self, jobs: list[Job | Tuning], desc: str) -> Iterator[tuple]:
-        """Run jobs, the longest first; yield each with its result. A failure stops the rest."""
-        jobs = sorted(jobs, key=_rough_cost, reverse=True)
+        """Run jobs, those of long runs and wide nets first; yield each with its result. A failure
+        stops the rest."""
+        jobs = sorted(jobs, key=lambda job: -job.steps * tasks.get(job.task).width ** 2)
         if min(self.processes, len(jobs)) < 2:
             _prepare_process()
             yield from ((job, job.run(self.device)) for job in tqdm(jobs, desc))
@@ -389,7 +385,7 @@ class Results:
             self.kept |= mine
             for name, (key, columns) in TABLES.items():
                 rows = [(*k, *numbers) for k, numbers in self.kept.items() if len(k) == len(key)]
-                rows.sort(key=lambda row: row[: len(NET) + 1])
+                rows.sort(key=lambda row: row[: len(COLUMNS) + 1])
                 if rows:
                     write_table(self.folder / name, [(*key, *columns), *rows])
 

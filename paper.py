@@ -108,12 +108,12 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
-    def with_muon(self, *names: str) -> dict[str, Contender]:
-        """The optimizers of the suite, with Muon also tuned at every width. Muon is left out if it
-        cannot be trained on all tasks of these names."""
+    def with_muon(self, *all_of: str) -> dict[str, Contender]:
+        """The optimizers of the suite, and Muon tuned at every width if it has Muon; both Muons
+        only if they are trained on all of these tasks."""
         known = self.contenders()
         known |= self.contenders("muon_oracle") if "muon" in known else {}
-        return {k: c for k, c in known.items() if all(trains(k, task) for task in names)}
+        return {k: c for k, c in known.items() if all(trains(k, task) for task in all_of)}
 
     def without_muon(self) -> dict[str, Contender]:
         return {k: c for k, c in self.contenders().items() if k != "muon"}

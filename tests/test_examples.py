@@ -187,11 +187,10 @@ def test_same_training_elsewhere(exported, command):
 
 
 def test_files_that_are_missing_are_one_sentence(tmp_path):
-    for file in ("desk.json", "desk.bin", "mulo_m.json", "mulo_m.tensor.onnx"):
-        done = run(sys.executable, "examples/embed.py", tmp_path)
-        fix = "run python export.py mulo_m && python examples/desk.py"
-        assert done.stderr.splitlines()[-1] == f"no {tmp_path}/{file}: {fix}"  # after onnxruntime's
-        (tmp_path / file).touch()
+    (tmp_path / "desk.json").touch()
+    done = run(sys.executable, "examples/embed.py", tmp_path)
+    fix = "run python export.py mulo_m && python examples/desk.py"
+    assert done.stderr.splitlines()[-1] == f"no {tmp_path}/desk.bin: {fix}"  # after onnxruntime's
 
 
 class Site(http.server.SimpleHTTPRequestHandler):

@@ -123,7 +123,7 @@ def test_other_parameters_and_files_are_refused(copied):
         OrtMuLO([p], path).step()
     shard = mulo.Stack(torch.ones(1, 3), None, None, shards=object())
     with pytest.raises(RuntimeError, match=r"use mulo\.MuLO for sharded or float64 parameters"):
-        OrtMuLO([p], path)._advance("folded", None, [shard], [torch.ones(1, 3)], None)
+        OrtMuLO([p], path)._advance("folded", None, [shard], [torch.ones(1, 3)], None, None)
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
     with pytest.raises(ValueError, match="is damaged or does not belong to"):
         OrtMuLO([p], path)
@@ -260,17 +260,15 @@ def test_velo_by_the_contract(velo):
             p[k] = q.detach().clone()
 
 
-@pytest.mark.parametrize("name", ["mulo_m", "velo"])
-def test_torchs_default_type_does_not_matter(name, exported, velo):
-    path = (velo if name == "velo" else exported) / f"{name}.json"
-    ends, grad = [], torch.linspace(0, 1, 20).view(5, 4)
+def test_torchs_default_type_does_not_matter(velo):
+    ends = []
     for dtype in (torch.float32, torch.float64):
         p = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4))
+        p.grad = torch.linspace(0, 1, 20).view(5, 4)
         torch.set_default_dtype(dtype)
         try:
-            opt = OrtMuLO([p], path, num_steps=9)
+            opt = OrtMuLO([p], velo / "velo.json", num_steps=9)
             for _ in range(3):
-                p.grad = grad.clone()
                 opt.step(loss=1.0)
         finally:
             torch.set_default_dtype(torch.float32)
