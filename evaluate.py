@@ -8,8 +8,8 @@
 
 A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
 training loss averaged over 50 equal windows (nan after divergence). With --test, nets train on the
-train split only, and a second row has their test losses. Saved nets are not trained again unless
---fresh is given. `paper.py` has the paper's experiments, which use this file.
+train split only, and a second row has their test losses. Saved nets are not trained again; to
+train them again, give another folder with --out. `paper.py` has the paper's experiments.
 
 Baselines (paper, appendix B): `adamw` and `muadam` are tuned at one width and keep their values at
 all other widths, depths and batch sizes; results/tuned has these values. `adamw_default` is AdamW
@@ -305,9 +305,8 @@ class Results:
         folder: Path,
         device: str = "cpu",
         processes: int | None = 1,  # None: one per core, 1 on a GPU
-        fresh: bool = False,
     ):
-        self.folder, self.device, self.fresh = folder, device, fresh
+        self.folder, self.device = folder, device
         self.processes = processes or (os.cpu_count() if device == "cpu" else 1)
         self.kept: dict[tuple, list[float]] = {}
         self.requested, self.trained = set(), set()  # keys
@@ -326,7 +325,7 @@ class Results:
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing, each net once."""
-        missing, known = [], set(self.trained if self.fresh else self.kept)
+        missing, known = [], set(self.kept)
         for job in jobs:
             keys = job.keys()
             absent = [key not in known for key in keys]
@@ -358,7 +357,7 @@ class Results:
 
     def read_or_trained(self) -> str:
         read, total = len(self.requested - self.trained), len(self.requested)
-        return f"{read} of {total} results were read from {self.folder}: --fresh retrains."
+        return f"{read} of {total} results were read from {self.folder}, not trained."
 
     def execute(self, jobs: list[Job | Tuning], desc: str) -> Iterator[tuple]:
         """Run jobs, those of long runs and wide nets first; yield each with its result. A failure
@@ -380,9 +379,7 @@ class Results:
         """Write all results, including those that another process has added."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / ".lock"):
-            mine = {key: self.kept[key] for key in self.trained}
             self.read()
-            self.kept |= mine
             for name, (key, columns) in TABLES.items():
                 rows = [(*k, *numbers) for k, numbers in self.kept.items() if len(k) == len(key)]
                 rows.sort(key=lambda row: row[: len(COLUMNS) + 1])
@@ -405,7 +402,7 @@ def tune(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Print final losses: a row for each task, or two with --test; a column for each optimizer."""
-    results = Results(args.out or Path("results"), args.device, args.processes, args.fresh)
+    results = Results(args.out or Path("results"), args.device, args.processes)
     optimizers = [contender(x) for x in args.optimizers or ("mulo_m", "adamw_default")]
     options = args.steps, args.schedule, range(args.seeds or 5), (), args.test
     jobs = {task: [Job(c, task, *options) for c in optimizers] for task in args.tasks}
@@ -441,7 +438,6 @@ FLAGS = {
     "--every-width": dict(action="store_true", help="save the values for this width only (oracle)"),
     "--optimizers": dict(nargs="+", help="shipped names, files, folders of runs, baselines"),
     "--out": dict(type=Path, help="folder of the results (default: results)"),
-    "--fresh": dict(action="store_true", help="retrain nets that the folder already has"),
     "--processes": dict(type=positive, help="workers (default: one per core, 1 on a GPU)"),
     "--device": dict(default="auto", help=kernels.DEVICE_HELP),
 }  # fmt: skip
@@ -453,7 +449,7 @@ def exit_with_message(program: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit(f"{program}: stopped. Finished nets are saved; rerun without --fresh to resume.")
+        sys.exit(f"{program}: stopped. Finished nets are saved; rerun to resume.")
     except (ValueError, OSError, RuntimeError) as error:
         if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise
@@ -465,7 +461,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, flags in (
         ("tune", tune, "kind --width --steps --schedule --every-width"),
-        ("task", compare, "tasks --optimizers --steps --schedule --test --out --fresh --processes"),
+        ("task", compare, "tasks --optimizers --steps --schedule --test --out --processes"),
     ):
         command = commands.add_parser(name, help=run.__doc__)
         for flag in (*flags.split(), "--seeds", "--device"):

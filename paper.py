@@ -540,7 +540,7 @@ def tune(suite: Suite, results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiment", choices=[*EXPERIMENTS, "all", "tune"])
-    for flag in ("--scale", "--optimizers", "--out", "--fresh", "--processes", "--device"):
+    for flag in ("--scale", "--optimizers", "--out", "--processes", "--device"):
         parser.add_argument(flag, **evaluate.FLAGS[flag])
     args = parser.parse_args()
     with evaluate.exit_with_message("paper.py"):
@@ -550,7 +550,7 @@ def main() -> None:
         out = args.out or Path("results" if args.scale == "desk" else f"results_{args.scale}")
         if args.optimizers:
             suite = dataclasses.replace(suite, optimizers=tuple(args.optimizers))
-        results = Results(out, device, args.processes, args.fresh)
+        results = Results(out, device, args.processes)
         if args.experiment == "tune":
             return tune(suite, results)
         findings = {}

@@ -180,26 +180,6 @@ def test_finished_jobs_are_not_run_again(tmp_path, trained, lo_m):
     assert len(Results(tmp_path).kept) == 6
 
 
-def test_fresh_trains_what_is_kept(tmp_path, trained, lo_m):
-    """Each net once a session; what it gives replaces the old row, also beside other writers."""
-    old = Results(tmp_path)
-    losses = old.losses(job(lo_m, 4, [0, 1]))
-    assert len(old.trained) == 2
-    for key in old.kept:
-        old.kept[key] = [9.0] * 4
-    old.save()
-    stale = Results(tmp_path)
-    assert (stale.losses(job(lo_m, 4, [0, 1, 2]))[:, :2] == 9).all()
-    assert (len(stale.requested), len(stale.trained)) == (3, 1)
-    trained.clear()
-    fresh = Results(tmp_path, fresh=True)
-    for _ in range(2):
-        assert torch.equal(fresh.losses(job(lo_m, 4, [0, 1])), losses)
-    assert trained == [[0, 1]]
-    stale.save()
-    assert torch.equal(Results(tmp_path).losses(job(lo_m, 4, [0, 1])), losses)
-
-
 def test_losses_are_numbers_in_a_table(tmp_path, lo_m):
     """A row for each net, a number in each cell; test losses and activations likewise."""
     probed, tested = job(lo_m, 6, [0, 1], probe_at=(1, 5)), Job(lo_m, NAME, 20, test=True)
@@ -333,8 +313,8 @@ def test_commands(tmp_path, tuned, monkeypatch, capsys):
     assert "fashion8_mlp_w8_d3" in printed
     assert printed.count("±") == 2
     assert "0 of 4 results were read from results" in printed
-    assert "4 of 4 results were read from results: --fresh retrains" in run(task)
-    assert run(f"{task} --fresh") == printed
+    assert "4 of 4 results were read from results, not trained" in run(task)
+    assert run(f"{task} --out other").splitlines()[:-1] == printed.splitlines()[:-1]
     assert "  test loss" not in printed
     _, _, train, test, _ = run(f"{task} --test").splitlines()
     assert (train[:26].strip(), test[:26]) == (NAME, "  test loss".ljust(26))
