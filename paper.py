@@ -108,12 +108,12 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
-    def with_muon(self, *all_of: str) -> dict[str, Contender]:
-        """The optimizers of the suite, and Muon tuned at every width if it has Muon; both Muons
-        only if they are trained on all of these tasks."""
+    def with_muon(self, *names: str) -> dict[str, Contender]:
+        """The suite's optimizers, and Muon tuned at every width. Both Muons are left out if one of
+        the tasks of these names is too wide for them."""
         known = self.contenders()
         known |= self.contenders("muon_oracle") if "muon" in known else {}
-        return {k: c for k, c in known.items() if all(trains(k, task) for task in all_of)}
+        return {k: c for k, c in known.items() if all(trains(k, task) for task in names)}
 
     def without_muon(self) -> dict[str, Contender]:
         return {k: c for k, c in self.contenders().items() if k != "muon"}
@@ -154,7 +154,8 @@ def sweep(
     largest = {f.kind: max(tested) for f, tested in sizes.items()}
     for (kind, name, size), job in jobs.items():
         losses = results.losses(job)
-        curves.setdefault(kind, {}).update({name: losses} if size == largest[kind] else {})
+        if size == largest[kind]:
+            curves.setdefault(kind, {})[name] = losses
         final.setdefault(kind, {}).setdefault(name, {})[size] = final_loss(losses)
         rows.append([kind, name, size, *mean_stderr(final_loss(losses))])
     fig, axes = figure(2 * len(sizes))
@@ -203,8 +204,7 @@ def rank(suite: Suite, results: Results) -> Finding:
     # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, and
     # Muon, which has a cosine, have not finished there. A diverged net has the loss of guessing.
     runs, jobs = {1: 1, 3: 5, 5: 5}, {}  # horizons: length of the run
-    names = [f.task(w) for f in suite.families for w in f.columns]
-    optimizers = suite.with_muon(*names)
+    optimizers = suite.with_muon(*(f.task(w) for f in suite.families for w in f.columns))
     names, columns = list(optimizers), list(product(runs, SIZES))
     for f, (t, size) in product(suite.families, columns):
         task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
