@@ -27,7 +27,7 @@ import torch
 
 import mulo
 from mulo import evaluate, kernels, metatrain, recipes, tasks, training
-from mulo.evaluate import one_sentence, positive
+from mulo.evaluate import exit_with_message, positive
 
 Shapes = list[tuple[int, ...]]
 Runs = dict[str, Callable[[], object]]
@@ -60,18 +60,15 @@ def machine(device: str) -> str:
     return ", ".join(parts)
 
 
-def table(title: str, rows: Rows) -> str:
-    """A Markdown table. The first row has all columns; the others may lack some."""
-
-    def cell(x: float) -> str:
-        return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" if x >= 0.01 else "< 0.01"
-
+def print_table(title: str, rows: Rows) -> None:
+    """Print a Markdown table. The first row has all columns; the others may lack some."""
     columns = list(next(iter(rows.values())))
     lines = [f"**{title}**", "", f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     for name, row in rows.items():
-        cells = [cell(row[column]) if column in row else "" for column in columns]
+        numbers = [row.get(column) for column in columns]
+        cells = ["" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in numbers]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    print("\n".join([*lines, ""]), flush=True)
 
 
 def parameters_of(shapes: Shapes, device: str = "cpu") -> list[torch.nn.Parameter]:
@@ -107,7 +104,7 @@ def compare(cases: Cases, repeats: int, device: str, per_param: bool = True) -> 
     return rows
 
 
-def bench_step(repeats: int, device: str) -> dict[str, Rows]:
+def bench_step(repeats: int, device: str) -> None:
     mlp = [(1024, 3072), (1024,), (1024, 1024), (1024,), (1000, 1024), (1000,)]
     fc = {h: mulo.LOConfig(hidden_size=h) for h in (4, 8, 32)}
     cases = {f"1024x1024, H = {h}": ([(1024, 1024)], config) for h, config in fc.items()} | {
@@ -116,25 +113,27 @@ def bench_step(repeats: int, device: str) -> dict[str, Rows]:
         "MLP 3072-1024-1024-1000, H = 32": (mlp, fc[32]),
         "the same MLP, VeLO, H = 4": (mlp, mulo.LOConfig(net="velo", hidden_size=4)),
     }
+    print_table("A step, ns/param (parameters in tensors)", compare(cases, repeats, device))
     tiny = {"8x8 and 8, H = 8": ([(8, 8), (8,)] * 3, fc[8])}
-    tables = {"A step, ns/param (parameters in tensors)": compare(cases, repeats, device)}
-    fixed = compare(tiny, 20 * repeats, device, per_param=False)
-    tables["The fixed cost of a step, µs (parameters in tensors)"] = fixed
-    return tables
+    rows = compare(tiny, 20 * repeats, device, per_param=False)
+    print_table("The fixed cost of a step, µs (parameters in tensors)", rows)
 
 
-def bench_many(repeats: int, device: str) -> dict[str, Rows]:
+def bench_many(repeats: int, device: str) -> None:
     cases = {}
     for name in ("vit_w192_d14", "resnet_w512"):
         shapes = [tuple(p.shape) for p in tasks.get(name).skeleton().parameters()]
         cases[f"{name}, H = 4"] = shapes, mulo.LOConfig(hidden_size=4)
-    return {"A step, ns/param (parameters in tensors)": compare(cases, repeats, device)}
+    print_table("A step, ns/param (parameters in tensors)", compare(cases, repeats, device))
 
 
-def bench_train(repeats: int, device: str) -> dict[str, Rows]:
-    rows, steps, muon = {}, 20, evaluate.adam([evaluate.MUON], "muon")
-    optimizers = {"AdamW": evaluate.adam([evaluate.ADAMW_DEFAULTS]), "Muon": muon}
-    optimizers["mulo_m"] = mulo.load("mulo_m")
+def bench_train(repeats: int, device: str) -> None:
+    rows, steps = {}, 20
+    optimizers = {
+        "AdamW": evaluate.adam([evaluate.ADAMW_DEFAULTS]),
+        "Muon": evaluate.adam([evaluate.MUON], "muon"),
+        "mulo_m": mulo.load("mulo_m"),
+    }
     for width in (64, 256, 1024):
         task, runs = tasks.get(f"fashion_mlp_w{width}_d3"), {}
         for name, optimizer in optimizers.items():
@@ -142,20 +141,20 @@ def bench_train(repeats: int, device: str) -> dict[str, Rows]:
             runs[name] = functools.partial(training.train, in_rules, optimizer, steps, [0])
         best = race(runs, max(1, repeats // 5))
         rows[task.name] = {k: 1e3 * seconds / steps for k, seconds in best.items()}
-    return {"A training step of one net, ms": rows}
+    print_table("A training step of one net, ms", rows)
 
 
-def bench_metatrain(repeats: int, device: str) -> dict[str, Rows]:
+def bench_metatrain(repeats: int, device: str) -> None:
     runs = {}
     for backend in ("kernel", "folded"):
         recipe = recipes.recipe("mulo_m", backend=backend)
         runs[backend] = metatrain.Trainer(recipe, recipes.new_lo(recipe)).advance
     best = race(runs, max(2, repeats // 5))
     rows = {k: {"outer steps/s": 1 / s, "x folded": best["folded"] / s} for k, s in best.items()}
-    return {"mulo_m at desk scale, an outer step": rows}
+    print_table("mulo_m at desk scale, an outer step", rows)
 
 
-def bench_export(repeats: int, device: str) -> dict[str, Rows]:
+def bench_export(repeats: int, device: str) -> None:
     from mulo import export, serving  # here, because they need optional packages
 
     rows, fc32 = {}, mulo.SmallFC(mulo.LOConfig(hidden_size=32))
@@ -167,7 +166,7 @@ def bench_export(repeats: int, device: str) -> dict[str, Rows]:
         row = {k: seconds * 1e9 / 2**20 for k, seconds in race(runs, repeats).items()}
         row["x eager"] = row["onnxruntime"] / row["eager folded"]
         rows[f"{name}, 1024x1024, H = {net.config.hidden_size}"] = row
-    return {"A step, ns/param": rows}
+    print_table("A step, ns/param", rows)
 
 
 BENCHES = (bench_step, bench_many, bench_train, bench_metatrain, bench_export)
@@ -182,15 +181,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.device != "cpu" and args.command not in ("step", "many"):
         parser.error(f"{args.command} is measured on the CPU only: drop --device.")
-    with one_sentence("bench.py"):
+    with exit_with_message("bench.py"):
         device, _ = kernels.pick_device(args.device)
     torch.set_num_threads(1)
     training.keep_freed_memory()
     for name in COMMANDS if args.command == "all" else [args.command]:
         torch.manual_seed(0)
-        tables = [table(*x) for x in COMMANDS[name](args.repeats, device).items()]
-        title = f"## python bench.py {name}" + (f" --device {device}" if device != "cpu" else "")
-        print("\n".join([title, "", f"{machine(device)}.\n", *tables]))
+        flag = "" if device == "cpu" else f" --device {device}"
+        print(f"## python bench.py {name}{flag}\n\n{machine(device)}.\n")
+        COMMANDS[name](args.repeats, device)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@
 
 A row of results/losses.csv is a net: its optimizer, task, steps, schedule and seed, and its
 training loss averaged over 50 equal windows (nan after divergence). With --test, nets train on the
-train split only, and a second row has their test losses. Saved nets are not trained again unless
---fresh is given. `paper.py` has the paper's experiments, which use this file.
+train split only, and a second row has their test losses. Saved nets are not trained again; to
+train them again, give another folder with --out. `paper.py` has the paper's experiments.
 
 Baselines (paper, appendix B): `adamw` and `muadam` are tuned at one width and keep their values at
 all other widths, depths and batch sizes; results/tuned has these values. `adamw_default` is AdamW
@@ -48,14 +48,13 @@ from mulo import checkpoints, kernels, roles, tasks, training
 from mulo.checkpoints import write_atomically
 from mulo.recipes import DESK, SCALES, Recipe
 
-POINTS = 50  # windows over which the losses of a run are averaged
+WINDOWS = 50  # windows over which the losses of a run are averaged
 DATA_SEED = 10_000  # offset of the seeds of batches: nets of all widths see the same batches
-HORIZONS = {"desk": DESK["unroll"], "paper": Recipe.unroll}  # length of unrolls in meta-training
-WIDEST = {"desk": DESK["widths"][-1], "paper": Recipe.widths[-1]}  # net in meta-training
-NET = ("optimizer", "digest", "task", "steps", "schedule")
+HORIZONS = DESK["unroll"], Recipe.unroll  # inner steps of meta-training, at desk and paper scale
+COLUMNS = ("optimizer", "digest", "task", "steps", "schedule")  # of both tables
 TABLES = {  # file: columns of the key, columns of the numbers
-    "losses.csv": ((*NET, "seed", "split"), [f"loss_{k}" for k in range(POINTS)]),
-    "activations.csv": ((*NET, "seeds", "step", "layer"), ["change", "size"]),
+    "losses.csv": ((*COLUMNS, "seed", "split"), [f"loss_{k}" for k in range(WINDOWS)]),
+    "activations.csv": ((*COLUMNS, "seeds", "step", "layer"), ["change", "size"]),
 }
 
 # ---------------------------------------------------------------- tuned baselines
@@ -82,10 +81,10 @@ GRIDS = {  # the paper's tables: 504 and 512 configurations
         "b2": [0.9, 0.95, 0.99, 0.999], "weight_decay": [0.0],
     },
 }  # fmt: skip
-FIELDS = ("lr", "b1", "b2", "weight_decay")
+HYPERPARAMETERS = ("lr", "b1", "b2", "weight_decay")
 ADAMW_DEFAULTS = {"lr": 1e-3, "b1": 0.9, "b2": 0.999, "weight_decay": 0.01}  # torch.optim.AdamW's
 MUON = {"lr": training.Muon.LR, "b1": 0.9, "b2": 0.95, "weight_decay": 0.0}  # b1, b2: of Adam
-RATES = {  # of `Tuning`
+RATES = {  # learning rates that a `Tuning` tries
     "adamw": GRIDS["adamw"]["lr"][2:10], "muadam": GRIDS["muadam"]["lr"][15::2],
     "muon": [MUON["lr"] * 2.0**k for k in range(-2, 3)],
 }  # fmt: skip
@@ -98,58 +97,15 @@ def schedule_of(name: str, steps: int) -> Callable[[int], float] | None:
 
 def adam(values: list[dict], name: str = "adamw") -> Callable[[tasks.Task], training.Adam]:
     """A baseline for `training.train`, with the hyperparameters of each net."""
-    columns = {k: torch.tensor([v[k] for v in values]) for k in FIELDS}
+    columns = {k: torch.tensor([v[k] for v in values]) for k in HYPERPARAMETERS}
     baseline = training.Muon if name.startswith("muon") else training.Adam
     return lambda task: baseline(task, **columns)
 
 
-def best(
-    name: str, kind: str, steps: int, schedule: str = "constant", width: int | None = None
-) -> dict | None:
-    """The values in results/tuned/<kind>.json: for one width if it is given, else for all."""
-    path = TUNED / f"{kind}.json"
-    key = f"{name}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
-    return json.loads(path.read_text()).get(key) if path.exists() else None
-
-
-def remember(
-    values: dict, name: str, kind: str, steps: int, schedule: str, width: int | None = None
-) -> Path:
-    """Save values for `best`."""
-    path, command = TUNED / f"{kind}.json", shlex.join(["python", *sys.argv])
-    known = json.loads(path.read_text()) if path.exists() else {}
-    key = f"{name}, {steps} steps, {schedule}" + (f", width {width}" if width else "")
-    known[key] = values | {"command": command}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-    return path
-
-
-def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
-    """A baseline's hyperparameters: tuned at the meta-trained horizon, or for these steps (under a
-    cosine; Muon's, if they were not tuned for these steps, at the horizon)."""
-    if name in (fixed := {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}):
-        return fixed[name]
-    width = task.width if name.endswith("_oracle") else None
-    name, constant = name.removesuffix("_oracle"), schedule == "constant"
-    lengths = [steps, *HORIZONS.values()] if name == "muon" else [steps]
-    for length in [*HORIZONS.values(), steps] if constant else lengths:
-        if values := best(name, task.kind, length, schedule, width):
-            return {k: values[k] for k in FIELDS}
-    fix = f"run python evaluate.py tune {task.kind}"
-    fix += "" if constant else f" --steps {steps} --schedule {schedule}"
-    fix += f" --width {width} --every-width" if width else ""
-    if task.own:
-        fix = "compare with adamw_default or muon, which need no tuning"
-    elif name == "muon":
-        fix = "run python paper.py tune"
-    raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
-
-
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """A search for a baseline's values, as a job for `Results.execute`. It tries the learning rates
-    in RATES or, with `full`, the paper's grid."""
+    """A search for a baseline's hyperparameters, as a job for `Results.execute`. It tries the
+    learning rates in RATES or, with `full`, the paper's grid."""
 
     name: str  # "adamw", "muadam" or "muon"
     task: str
@@ -159,21 +115,34 @@ class Tuning:
     seeds: tuple[int, ...] = (5001, 5002, 5003)
     full: bool = False
 
-    def key(self) -> tuple:
-        """The arguments of `best`, and of `remember` after the values."""
+    def file_and_key(self) -> tuple[Path, str]:
+        """Values are saved by kind of task, and by width if they are tuned at every width."""
         task = tasks.get(self.task)
-        width = task.width if self.every_width else None
-        return self.name, task.kind, self.steps, self.schedule, width
+        key = f"{self.name}, {self.steps} steps, {self.schedule}"
+        key += f", width {task.width}" if self.every_width else ""
+        return TUNED / f"{task.kind}.json", key
+
+    def saved(self) -> dict | None:
+        path, key = self.file_and_key()
+        return json.loads(path.read_text()).get(key) if path.exists() else None
+
+    def save(self, values: dict) -> Path:
+        path, key = self.file_and_key()
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[key] = values | {"command": shlex.join(["python", *sys.argv])}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        return path
 
     def configurations(self) -> list[dict]:
         if self.full:
             grid = itertools.product(*GRIDS[self.name].values())
-            return [dict(zip(FIELDS, values, strict=True)) for values in grid]
-        kind = tasks.get(self.task).kind
-        known = [best(self.name, kind, n) for n in (self.steps, *HORIZONS.values())]
-        rest = next(filter(None, known), ADAMW_DEFAULTS | {"weight_decay": 0.0})
-        rest = MUON if self.name == "muon" else rest
-        return [{"lr": lr} | {k: rest[k] for k in FIELDS[1:]} for lr in RATES[self.name]]
+            return [dict(zip(HYPERPARAMETERS, values, strict=True)) for values in grid]
+        lengths = self.steps, *HORIZONS
+        saved = [Tuning(self.name, self.task, steps).saved() for steps in lengths]
+        default = MUON if self.name == "muon" else ADAMW_DEFAULTS | {"weight_decay": 0.0}
+        others = next(filter(None, saved), default)
+        return [{k: others[k] for k in HYPERPARAMETERS} | {"lr": lr} for lr in RATES[self.name]]
 
     def run(self, device: str = "cpu") -> dict:
         """Return the configuration with the lowest final loss (mean over seeds), and that loss."""
@@ -189,6 +158,29 @@ class Tuning:
         k = int(scores.nan_to_num(math.inf).argmin())
         size = {"width": task.width, "depth": task.depth, "seeds": len(seeds)}
         return configs[k] | {"loss": float(scores[k])} | size | {"configurations": len(configs)}
+
+
+def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
+    """A baseline's hyperparameters. At a constant rate they are tuned at the meta-trained horizon,
+    or else for these steps; under a schedule, for these steps, or else (Muon) at the horizon."""
+    fixed = {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}
+    if name in fixed:
+        return fixed[name]
+    every_width, name = name.endswith("_oracle"), name.removesuffix("_oracle")
+    lengths = [steps, *HORIZONS] if name == "muon" else [steps]
+    if schedule == "constant":
+        lengths = [*HORIZONS, steps]
+    for length in lengths:
+        if values := Tuning(name, task.name, length, schedule, every_width).saved():
+            return {k: values[k] for k in HYPERPARAMETERS}
+    fix = f"run python evaluate.py tune {task.kind}"
+    fix += "" if schedule == "constant" else f" --steps {steps} --schedule {schedule}"
+    fix += f" --width {task.width} --every-width" if every_width else ""
+    if task.own:
+        fix = "compare with adamw_default or muon, which need no tuning"
+    elif name == "muon":
+        fix = "run python paper.py tune"
+    raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
 
 
 # ---------------------------------------------------------------- jobs
@@ -269,16 +261,15 @@ class Job:
         elif self.test:
             callback, records = training.watch_test_loss(task, self.steps, device)
         optimizer = self.optimizer.lo or adam([self.values] * len(self.seeds), self.optimizer.name)
-        steps = max(self.probe_at) + 1 if self.probe_at else self.steps
         losses = training.train(
-            task, optimizer, steps, list(self.seeds), num_steps=self.steps,
-            schedule=schedule_of(self.schedule, self.steps), device=device,
-            callback=callback, data_seeds=[DATA_SEED + seed for seed in self.seeds],
+            task, optimizer, self.steps, list(self.seeds), device=device, callback=callback,
+            schedule=schedule_of(self.schedule, self.steps),
+            data_seeds=[DATA_SEED + seed for seed in self.seeds],
         )  # fmt: skip
         if self.probe_at:
             by_step = dict(zip(map(str, self.probe_at), records, strict=True))
             return {key: list(by_step[key[-2]][key[-1]]) for key in self.keys()}
-        windows = [x.mean(0) for x in losses.tensor_split(min(POINTS, len(losses)))]
+        windows = [x.mean(0) for x in losses.tensor_split(min(WINDOWS, len(losses)))]
         by_key = list(zip(self.keys(), torch.stack(windows, 1).tolist(), strict=True))
         if self.test:
             by_key += zip(self.keys("test"), torch.stack(records, 1).tolist(), strict=True)
@@ -305,11 +296,6 @@ def _prepare_process() -> None:
     training.keep_freed_memory()
 
 
-def _rough_cost(job: Job | Tuning) -> int:
-    task = tasks.get(job.task)
-    return job.steps * len(job.seeds) * (task.depth * task.width**2 + 20_000)
-
-
 class Results:
     """Finished jobs in a folder: losses.csv and activations.csv. Each job is saved as it ends, so
     an interrupted evaluation can be resumed."""
@@ -319,9 +305,8 @@ class Results:
         folder: Path,
         device: str = "cpu",
         processes: int | None = 1,  # None: one per core, 1 on a GPU
-        fresh: bool = False,
     ):
-        self.folder, self.device, self.fresh = folder, device, fresh
+        self.folder, self.device = folder, device
         self.processes = processes or (os.cpu_count() if device == "cpu" else 1)
         self.kept: dict[tuple, list[float]] = {}
         self.requested, self.trained = set(), set()  # keys
@@ -340,23 +325,22 @@ class Results:
 
     def run(self, jobs: Iterable[Job], desc: str = "training") -> None:
         """Train what is missing, each net once."""
-        missing, known = {}, self.trained if self.fresh else self.kept
+        missing, known = [], set(self.kept)
         for job in jobs:
             keys = job.keys()
-            self.requested.update(keys)
             absent = [key not in known for key in keys]
-            if any(absent) and not job.probe_at:
-                job = dataclasses.replace(job, seeds=tuple(itertools.compress(job.seeds, absent)))
             if any(absent):
-                missing[tuple(job.keys())] = job
-        if missing:
-            for _, by_key in self.execute(list(missing.values()), desc):
-                self.kept |= by_key
-                self.trained.update(by_key)
-                self.save()
+                seeds = tuple(itertools.compress(job.seeds, absent))
+                missing.append(job if job.probe_at else dataclasses.replace(job, seeds=seeds))
+            known.update(keys)
+            self.requested.update(keys)
+        for _, by_key in self.execute(missing, desc) if missing else ():
+            self.kept |= by_key
+            self.trained.update(by_key)
+            self.save()
 
     def losses(self, job: Job, split: str = "") -> Tensor:
-        """Mean losses in POINTS windows, (POINTS, seeds); trains what is missing.
+        """Mean losses in WINDOWS windows, (WINDOWS, seeds); trains what is missing.
 
         With split="test" the test losses, (TEST_TIMES + 1, seeds), the last at the end.
         """
@@ -371,21 +355,22 @@ class Results:
             by_layer.setdefault(layer, []).append(self.kept[*key, layer])
         return by_layer
 
-    def execute(self, jobs: list[Job | Tuning], desc: str) -> Iterator[tuple]:
-        """Run jobs, the longest first; yield each with its result. A failure stops the rest."""
-        jobs = sorted(jobs, key=_rough_cost, reverse=True)
-        if min(self.processes, len(jobs)) > 1:
-            done = self._in_processes(jobs)
-        else:
-            _prepare_process()
-            done = ((job, job.run(self.device)) for job in jobs)
-        yield from tqdm(done, desc, len(jobs))
+    def read_or_trained(self) -> str:
+        read, total = len(self.requested - self.trained), len(self.requested)
+        return f"{read} of {total} results were read from {self.folder}, not trained."
 
-    def _in_processes(self, jobs: list[Job | Tuning]) -> Iterator[tuple]:
+    def execute(self, jobs: list[Job | Tuning], desc: str) -> Iterator[tuple]:
+        """Run jobs, those of long runs and wide nets first; yield each with its result. A failure
+        stops the rest."""
+        jobs = sorted(jobs, key=lambda job: -job.steps * tasks.get(job.task).width ** 2)
+        if min(self.processes, len(jobs)) < 2:
+            _prepare_process()
+            yield from ((job, job.run(self.device)) for job in tqdm(jobs, desc))
+            return
         with ProcessPoolExecutor(self.processes, get_context("spawn"), _prepare_process) as pool:
             futures = {pool.submit(job.run, self.device): job for job in jobs}
             try:
-                for future in as_completed(futures):
+                for future in tqdm(as_completed(futures), desc, len(jobs)):
                     yield futures[future], future.result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -394,12 +379,10 @@ class Results:
         """Write all results, including those that another process has added."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / ".lock"):
-            mine = {key: self.kept[key] for key in self.trained}
             self.read()
-            self.kept |= mine
             for name, (key, columns) in TABLES.items():
                 rows = [(*k, *numbers) for k, numbers in self.kept.items() if len(k) == len(key)]
-                rows.sort(key=lambda row: row[: len(NET) + 1])
+                rows.sort(key=lambda row: row[: len(COLUMNS) + 1])
                 if rows:
                     write_table(self.folder / name, [(*key, *columns), *rows])
 
@@ -409,20 +392,19 @@ class Results:
 
 def tune(args: argparse.Namespace) -> None:
     """Tune AdamW and μAdam over the paper's grids; with a schedule, their learning rates only."""
-    task = f"{args.kind}_w{args.width or WIDEST[args.scale]}_d{args.depth}"
-    steps, seeds = args.steps or HORIZONS[args.scale], tuple(range(args.seeds or 3))
+    task, seeds = f"{args.kind}_w{args.width}_d3", tuple(range(args.seeds or 3))
     full = args.schedule == "constant"
-    for name in BASELINES:
-        tuning = Tuning(name, task, steps, args.schedule, args.every_width, seeds, full)
+    for name, label in BASELINES.items():
+        tuning = Tuning(name, task, args.steps, args.schedule, args.every_width, seeds, full)
         values = tuning.run(args.device)
-        print(f"{BASELINES[name]}: {values}, saved in {remember(values, *tuning.key())}")
+        print(f"{label}: {values}, saved in {tuning.save(values)}")
 
 
 def compare(args: argparse.Namespace) -> None:
     """Print final losses: a row for each task, or two with --test; a column for each optimizer."""
-    results = Results(args.out or Path("results"), args.device, args.processes, args.fresh)
+    results = Results(args.out or Path("results"), args.device, args.processes)
     optimizers = [contender(x) for x in args.optimizers or ("mulo_m", "adamw_default")]
-    options = args.steps or 500, args.schedule, range(args.seeds or 5), (), args.test
+    options = args.steps, args.schedule, range(args.seeds or 5), (), args.test
     jobs = {task: [Job(c, task, *options) for c in optimizers] for task in args.tasks}
     results.run(itertools.chain(*jobs.values()))
     print(f"{'':26}" + "".join(f"{c.name:>24}" for c in optimizers))
@@ -434,8 +416,7 @@ def compare(args: argparse.Namespace) -> None:
             pairs = [mean_stderr(x) for x in losses]
             cells = [f"{x:.4g}" + ("" if math.isnan(e) else f" ± {e:.1g}") for x, e in pairs]
             print(f"{head:26}" + "".join(f"{cell:>24}" for cell in cells))
-    read, total = len(results.requested - results.trained), len(results.requested)
-    print(f"{read} of {total} results were read from {results.folder}: --fresh retrains.")
+    print(results.read_or_trained())
 
 
 def positive(text: str) -> int:
@@ -449,28 +430,26 @@ FLAGS = {
     "kind": dict(help="kind of task, such as fashion8_mlp"),
     "tasks": dict(nargs="+", help="names of tasks, such as fashion8_mlp_w256_d3"),
     "--scale": dict(choices=SCALES, default="desk", help="desk (the default) or paper"),
-    "--width": dict(type=positive, help="width (default: the widest of meta-training)"),
-    "--depth": dict(type=positive, default=3, help="depth of the nets (default: 3)"),
-    "--steps": dict(type=positive, help="length of runs (default: 500; tune: as in meta-training)"),
+    "--width": dict(type=positive, default=64, help="width of the nets (default: 64)"),
+    "--steps": dict(type=positive, default=500, help="length of runs (default: 500)"),
     "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
     "--schedule": dict(choices=SCHEDULES, default="constant", help="of the lr (default: constant)"),
     "--test": dict(action="store_true", help="hold out the test data and print the test loss too"),
     "--every-width": dict(action="store_true", help="save the values for this width only (oracle)"),
     "--optimizers": dict(nargs="+", help="shipped names, files, folders of runs, baselines"),
     "--out": dict(type=Path, help="folder of the results (default: results)"),
-    "--fresh": dict(action="store_true", help="retrain nets that the folder already has"),
     "--processes": dict(type=positive, help="workers (default: one per core, 1 on a GPU)"),
     "--device": dict(default="auto", help=kernels.DEVICE_HELP),
 }  # fmt: skip
 
 
 @contextlib.contextmanager
-def one_sentence(program: str) -> Iterator[None]:
+def exit_with_message(program: str) -> Iterator[None]:
     """Exit with one sentence, without a traceback, on Ctrl-C and on expected errors."""
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit(f"{program}: stopped. Finished nets are saved; rerun without --fresh to resume.")
+        sys.exit(f"{program}: stopped. Finished nets are saved; rerun to resume.")
     except (ValueError, OSError, RuntimeError) as error:
         if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise
@@ -481,15 +460,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Test learned optimizers against baselines.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, flags in (
-        ("tune", tune, "kind --scale --width --depth --steps --schedule --every-width"),
-        ("task", compare, "tasks --optimizers --steps --schedule --test --out --fresh --processes"),
+        ("tune", tune, "kind --width --steps --schedule --every-width"),
+        ("task", compare, "tasks --optimizers --steps --schedule --test --out --processes"),
     ):
         command = commands.add_parser(name, help=run.__doc__)
         for flag in (*flags.split(), "--seeds", "--device"):
             command.add_argument(flag, **FLAGS[flag])
         command.set_defaults(run=run)
     args = parser.parse_args()
-    with one_sentence("evaluate.py"):
+    with exit_with_message("evaluate.py"):
         args.device, sentence = kernels.pick_device(args.device)
         print(sentence)
         args.run(args)

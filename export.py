@@ -361,9 +361,9 @@ def verify(path: Path) -> None:
         raise ValueError(f"{path} does not describe {name}.pt: export it again.")
     print(f"{'file':24}{'graph':10}{'bytes':>8}{'max error':>12}  worst case")
     for kind in kinds(lo.config):
-        own = [f"{name}.{kind}.onnx", f"{name}.{kind}.pt2", f"{name}.ts"]
+        names = f"{name}.{kind}.onnx", f"{name}.{kind}.pt2", f"{name}.ts"
         with warnings.catch_warnings(action="ignore"):
-            runs = {file: open_graph(file, files[file], kind) for file in own if file in files}
+            runs = {file: open_graph(file, files[file], kind) for file in names if file in files}
         for file, (error, case) in compare(lo, kind, runs).items():
             print(f"{file:24}{kind:10}{len(files[file]):8}{error:12.1e}  {case}")
             if error > TOLERANCE:

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import mulo
 from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
-from mulo.evaluate import BASELINES, Job, Results, Tuning, best, contender
+from mulo.evaluate import BASELINES, Job, Results, Tuning, contender
 from mulo.features import Phi
 from mulo.recipes import Recipe, new_lo, recipe
 
@@ -385,7 +385,7 @@ def compare(run: Run, device: str) -> str:
     mine = dataclasses.replace(contender(str(run.out / "lo.pt")), name=r.name)
     task = max(run.tasks, key=lambda task: task.width)
     tunings = {name: Tuning(name, task.name, r.unroll) for name in BASELINES}
-    tuned = {name: best(*x.key()) or x.run(device) for name, x in tunings.items()}
+    tuned = {name: x.saved() or x.run(device) for name, x in tunings.items()}
     fig = Figure(figsize=(13.2, 3.6), layout="constrained")
     ax, *axes = fig.subplots(1, 3)
     meta = torch.tensor([row["meta_loss"] for row in run.rows])

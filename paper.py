@@ -26,18 +26,13 @@ from matplotlib.figure import Figure
 from mulo import evaluate, kernels, roles, tasks
 from mulo.evaluate import Contender, Job, Results, Tuning, contender, mean_stderr
 from mulo.results import report
-from mulo.results.report import COLOURS, LABELS, Finding, falls, figure, guess, listing, worse
+from mulo.results.report import LABELS, Finding, falls, figure, guess, listing, worse
 from mulo.training import final_loss
 
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-# Muon is slow on wide nets. For each experiment, the largest width of each family that it trains;
-# it is left out of wider nets, of other experiments, and of rankings that include wider nets.
-MUON_WIDEST = {
-    "width": {"mlp": 512, "vit": 128, "lm": 128}, "rank": {"mlp": 512, "vit": 128, "lm": 128},
-    "horizon, cosine": {"mlp": 1024}, "transfer": {"mlp": 512, "conv": 128, "vit": 128, "lm": 128},
-}  # fmt: skip
+MUON_WIDEST = {"mlp": 512, "conv": 128, "vit": 128, "lm": 128}  # Muon is slow on wider nets
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
 WIDE, NARROW = (64, 256, 1024), (64, 128)
@@ -49,10 +44,10 @@ TRANSFER = {  # tasks of `transfer`: widths
 }  # fmt: skip
 
 
-def enters(experiment: str, optimizer: str, task: str) -> bool:
+def trains(optimizer: str, task: str) -> bool:
     """Whether an optimizer is trained on a task: Muon on nets up to MUON_WIDEST, others on all."""
-    net, widest = tasks.get(task), MUON_WIDEST.get(experiment, {})
-    return not optimizer.startswith("muon") or net.width <= widest.get(net.family, 0)
+    net = tasks.get(task)
+    return not optimizer.startswith("muon") or net.width <= MUON_WIDEST[net.family]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +108,15 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
-    def entrants(self, experiment: str, *names: str, oracle: bool = False) -> dict[str, Contender]:
-        """The optimizers of an experiment that trains on the tasks of these names: Muon only if it
-        may train on all of them; with `oracle`, also Muon tuned at every width."""
+    def with_muon(self, *names: str) -> dict[str, Contender]:
+        """The suite's optimizers, and Muon tuned at every width. Both Muons are left out if one of
+        the tasks of these names is too wide for them."""
         known = self.contenders()
-        known |= self.contenders("muon_oracle") if oracle and "muon" in known else {}
-        return {k: c for k, c in known.items() if all(enters(experiment, k, x) for x in names)}
+        known |= self.contenders("muon_oracle") if "muon" in known else {}
+        return {k: c for k, c in known.items() if all(trains(k, task) for task in names)}
+
+    def without_muon(self) -> dict[str, Contender]:
+        return {k: c for k, c in self.contenders().items() if k != "muon"}
 
 
 SUITES = {
@@ -149,14 +147,15 @@ def sweep(
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
         for size, task in tested.items()
-        if enters(axis, name, task)
+        if trains(name, task)
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
     largest = {f.kind: max(tested) for f, tested in sizes.items()}
     for (kind, name, size), job in jobs.items():
         losses = results.losses(job)
-        curves.setdefault(kind, {}).update({name: losses} if size == largest[kind] else {})
+        if size == largest[kind]:
+            curves.setdefault(kind, {})[name] = losses
         final.setdefault(kind, {}).setdefault(name, {})[size] = final_loss(losses)
         rows.append([kind, name, size, *mean_stderr(final_loss(losses))])
     fig, axes = figure(2 * len(sizes))
@@ -175,7 +174,7 @@ def width(suite: Suite, results: Results) -> Finding:
     parametrization (SP) stop improving or diverge (figures 3 and 4).
     """
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, _, rows, fig = sweep(suite, results, suite.entrants("", oracle=True), "width", sizes)
+    final, _, rows, fig = sweep(suite, results, suite.with_muon(), "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
         kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
@@ -205,8 +204,7 @@ def rank(suite: Suite, results: Results) -> Finding:
     # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, and
     # Muon, which has a cosine, have not finished there. A diverged net has the loss of guessing.
     runs, jobs = {1: 1, 3: 5, 5: 5}, {}  # horizons: length of the run
-    names = [f.task(w) for f in suite.families for w in f.columns]
-    optimizers = suite.entrants("rank", *names, oracle=True)
+    optimizers = suite.with_muon(*(f.task(w) for f in suite.families for w in f.columns))
     names, columns = list(optimizers), list(product(runs, SIZES))
     for f, (t, size) in product(suite.families, columns):
         task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
@@ -232,8 +230,8 @@ def rank(suite: Suite, results: Results) -> Finding:
         for name, row in zip(names, by_column.T, strict=True):
             rows.append([kind, name, *(f"{x:.2f}" for x in row.tolist())])
             for x in torch.arange(len(columns)).chunk(len(runs)):  # one line per horizon
-                text, c = "" if x[0] else LABELS.get(name, name), COLOURS.get(name, "0.4")
-                ax.plot(x, row[x], "o-", label=text, color=c)
+                line = report.style(name) | ({"label": ""} if x[0] else {})
+                ax.plot(x, row[x], "o-", **line)
         ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
         ax.set(xlabel="horizons, size", ylabel="average rank", title=f"{kind} tasks")
         ax.invert_yaxis()
@@ -264,7 +262,7 @@ def depth(suite: Suite, results: Results) -> Finding:
     deep MLP, LO_M diverges at once (figure 5).
     """
     sizes = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
-    final, curves, rows, fig = sweep(suite, results, suite.contenders(), "depth", sizes)
+    final, curves, rows, fig = sweep(suite, results, suite.without_muon(), "depth", sizes)
     checks, summary = {}, []
     for f in sizes:
         kind, deepest, losses = f.kind, f.depths[-1], final[f.kind]
@@ -298,7 +296,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
     (fig, axes), checks, summary, jobs = figure(len(panels)), {}, [], {}
     for f, schedule, times, n in runs:
         args = f.task(f.base), times * suite.steps, schedule, range(n)
-        optimizers = suite.entrants(f"horizon, {schedule}", f.task(f.base), oracle=True)
+        optimizers = suite.without_muon() if schedule == "constant" else suite.with_muon(args[0])
         jobs[f, schedule, times, n] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
     for run, by_name in jobs.items():
@@ -331,7 +329,7 @@ def coord(suite: Suite, results: Results) -> Finding:
     """
     first = suite.families[0]
     widths = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
-    optimizers = suite.entrants("coord", *widths.values())
+    optimizers = suite.without_muon()
     steps = [t for t in PROBED if t < suite.steps]
     tests = {(c, "width"): widths for c in optimizers.values()}
     if "mulo_m" in optimizers and suite.scale == "desk":
@@ -378,7 +376,7 @@ def stability(suite: Suite, results: Results) -> Finding:
     for title, d, horizons in ((f"{deepest} layers", deepest, 1), ("5 horizons", 3, 5)):
         task, steps = first.task(first.base, d), horizons * suite.steps
         at = range(max(1, steps // 25), steps, max(1, steps // 25))
-        optimizers = suite.entrants("stability", task).values()
+        optimizers = suite.without_muon().values()
         jobs[title] = [Job(c, task, steps, seeds=range(2), probe_at=at) for c in optimizers]
     results.run(chain(*jobs.values()), "stability")
     rows = [["task", "optimizer", "layer", "early", "late"]]
@@ -390,8 +388,7 @@ def stability(suite: Suite, results: Results) -> Finding:
             layers = list(probed)
             for ax, layer in zip(pair, (layers[0], layers[-1]), strict=True):
                 norms = [norm for _, norm in probed[layer]]
-                text, c = LABELS.get(name, name), COLOURS.get(name, "0.4")
-                ax.plot(job.probe_at, norms, label=text, color=c)
+                ax.plot(job.probe_at, norms, **report.style(name))
                 ax.set(xlabel="step", yscale="log", title=f"{title}: {layer}")
                 rows.append([job.task, name, layer, f"{norms[0]:.4g}", f"{norms[-1]:.4g}"])
                 late.setdefault(name, norms[-1])
@@ -472,7 +469,7 @@ def transfer(suite: Suite, results: Results) -> Finding:
     for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
         for w in widths:
             task, c = name.format(w), optimizers[optimizer]
-            if enters("transfer", optimizer, task):
+            if trains(optimizer, task):
                 jobs[task, optimizer, schedule] = Job(c, task, suite.steps, schedule, range(SEEDS))
     results.run(jobs.values(), "transfer")
     final = {}
@@ -496,15 +493,16 @@ def transfer(suite: Suite, results: Results) -> Finding:
 
     overall = average_ranks(ENTRANTS)
     constant = average_ranks([e for e in ENTRANTS if e[1] == "constant"])
-    mine, cosine, oracle, muon = ENTRANTS[0], ENTRANTS[1], ENTRANTS[5], ENTRANTS[6]
+    mine, cosine = ("mulo_m", "constant"), ("mulo_m", "cosine2")
     checks, claim = {}, "μLO_M, untuned, has a better average rank than"
     for name, title in evaluate.BASELINES.items():
         checks[f"{claim} {title} tuned at one width"] = constant[mine] < constant[name, "constant"]
     claim = "μLO_M, untuned, is behind AdamW at its default rate on no task"
     checks[claim] = all(x[mine] <= x["adamw_default", "constant"] for x in means)
     claim = "μLO_M with a cosine is ahead of AdamW with a cosine retuned at every width, on average"
-    checks[claim] = ahead(cosine, oracle)
-    checks["μLO_M with a cosine is ahead of Muon at its one rate, on average"] = ahead(cosine, muon)
+    checks[claim] = ahead(cosine, ("adamw_oracle", "cosine"))
+    claim = "μLO_M with a cosine is ahead of Muon at its one rate, on average"
+    checks[claim] = ahead(cosine, ("muon", "warmup"))
     fig, [ax] = figure(1)
     values = {LABELS[x] + " + cosine" * (s != "constant"): y for (x, s), y in overall.items()}
     order = sorted(values, key=values.get, reverse=True)
@@ -528,32 +526,31 @@ def tune(suite: Suite, results: Results) -> None:
     tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
     transfer = [name.format(w) for name, widths in TRANSFER.items() for w in widths]
     tunings += [Tuning("adamw", task, suite.steps, "cosine", True) for task in transfer]
-    muon = [("transfer", task, 1) for task in transfer]
+    muon = [(task, 1) for task in transfer]
     for f in suite.families:
-        muon += [("width", f.task(w), 1) for w in f.widths]
-        muon += [("horizon, cosine", f.task(f.base), n) for n in f.horizons]
-    for experiment, task, n in muon:
-        if enters(experiment, "muon", task):
+        muon += [(f.task(w), 1) for w in f.widths] + [(f.task(f.base), n) for n in f.horizons]
+    for task, n in muon:
+        if trains("muon", task):
             tunings.append(Tuning("muon", task, n * suite.steps, "warmup", True, (5001,)))
-    missing = [tuning for tuning in tunings if not evaluate.best(*tuning.key())]
+    missing = [tuning for tuning in tunings if not tuning.saved()]
     for tuning, values in results.execute(missing, "tuning"):
-        evaluate.remember(values, *tuning.key())
+        tuning.save(values)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiment", choices=[*EXPERIMENTS, "all", "tune"])
-    for flag in ("--scale", "--optimizers", "--out", "--fresh", "--processes", "--device"):
+    for flag in ("--scale", "--optimizers", "--out", "--processes", "--device"):
         parser.add_argument(flag, **evaluate.FLAGS[flag])
     args = parser.parse_args()
-    with evaluate.one_sentence("paper.py"):
+    with evaluate.exit_with_message("paper.py"):
         device, sentence = kernels.pick_device(args.device)
         print(sentence)
         suite = SUITES[args.scale]
         out = args.out or Path("results" if args.scale == "desk" else f"results_{args.scale}")
         if args.optimizers:
             suite = dataclasses.replace(suite, optimizers=tuple(args.optimizers))
-        results = Results(out, device, args.processes, args.fresh)
+        results = Results(out, device, args.processes)
         if args.experiment == "tune":
             return tune(suite, results)
         findings = {}
@@ -569,8 +566,7 @@ def main() -> None:
             report.write_results(findings, docs, out, page)
             base, picture = suite.families[0].base, out / "picture.png"
             report.draw_picture(findings["width"], findings["coord"], base, picture)
-        read, total = len(results.requested - results.trained), len(results.requested)
-        print(f"{read} of {total} results were read from {out}: --fresh retrains.")
+        print(results.read_or_trained())
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ class Session:
         return outputs
 
 
-def in_graph(x: Tensor, dims: Dims) -> Tensor:
-    """A view with the axes m and n last."""
+def graph_axes(x: Tensor, dims: Dims) -> Tensor:
+    """A view of a tensor or state with its axes m and n last, as in the graphs."""
     return x.movedim(dims, (-2, -1)) if dims else x
 
 
@@ -155,10 +155,10 @@ class OrtMuLO(MuLO):
     def _stack(self, p: nn.Parameter, group: dict) -> Stack:
         """As in MuLO, but with state in the graphs' memory layout: steps need not transpose it."""
         stack = super()._stack(p, group)
-        if stack.dims is None or in_graph(stack.acc.M, stack.dims).is_contiguous():
+        if stack.dims is None or graph_axes(stack.acc.M, stack.dims).is_contiguous():
             return stack
         for k, x in stack.acc._asdict().items():
-            x = in_graph(x, stack.dims).contiguous()
+            x = graph_axes(x, stack.dims).contiguous()
             self.state[p][k] = x.movedim((-2, -1), stack.dims)[0]
         return super()._stack(p, group)
 
@@ -169,9 +169,9 @@ class OrtMuLO(MuLO):
         stacks: list[Stack],
         grads: list[Tensor],
         numbers: Numbers,
-        bad: Tensor | None = None,
+        nonfinite: Tensor,
     ) -> None:
-        """Run the graphs on all tensors; add to `bad` how many gradient entries are not finite."""
+        """Run the graphs on all tensors; count NaN and infinite gradients in `nonfinite`."""
         if any(x.shards or x.p.dtype == torch.float64 for x in stacks):
             fix = "use mulo.MuLO for sharded or float64 parameters"
             raise RuntimeError(f"exported graphs take whole tensors in float32: {fix}.")
@@ -184,17 +184,17 @@ class OrtMuLO(MuLO):
                 inputs |= {k: w[0, n : n + 1].contiguous() for k, w in weights.phi.items()}
                 inputs["features"] = torch.zeros(1, 12, dtype=torch.float32, device=g.device)
             self._run(stack, g.view_as(stack.p), inputs)
-            bad += (~g.isfinite()).sum()
+            nonfinite += (~g.isfinite()).sum()
 
     def _run(self, stack: Stack, g: Tensor, inputs: dict[str, Tensor]) -> None:
         """Run a tensor's graph, with the other inputs that are given, and store its results."""
-        p, g = (in_graph(x[0], stack.dims) for x in (stack.p, g))  # (..., m, n) or (n,)
+        p, g = (graph_axes(x[0], stack.dims) for x in (stack.p, g))  # (..., m, n) or (n,)
         shape = (1, -1, *p.shape[-2:]) if stack.dims else (1, -1)
         inputs |= {k: x.float().contiguous().view(shape) for k, x in (("p", p), ("g", g))}
         for k, x in stack.acc._asdict().items():
             if stack.dims:
                 lead = x.shape[: x.ndim - p.ndim]  # (1, 3); V: (1,)
-                x = in_graph(x, stack.dims)
+                x = graph_axes(x, stack.dims)
                 x = x.view(*lead, -1, *x.shape[-2:])
             inputs[k] = x
         # The graph reads a state only to compute its new value, which may overwrite it, unless r

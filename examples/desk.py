@@ -27,7 +27,7 @@ from mulo import checkpoints, tasks
 TASK, STEPS = "fashion8_mlp_w64_d3", 200
 
 
-def desk() -> tuple[tasks.Task, torch.nn.Module, list[tuple[Tensor, Tensor]]]:
+def setup() -> tuple[tasks.Task, torch.nn.Module, list[tuple[Tensor, Tensor]]]:
     """The task, its net and STEPS + 1 batches."""
     generator = torch.Generator().manual_seed(0)
     task = tasks.get(TASK)
@@ -37,7 +37,7 @@ def desk() -> tuple[tasks.Task, torch.nn.Module, list[tuple[Tensor, Tensor]]]:
 
 def write(folder: Path) -> None:
     """Write the arrays to desk.bin, and the name, shape and type of each to desk.json."""
-    task, model, batches = desk()
+    task, model, batches = setup()
     arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
     arrays["x"] = torch.stack([x.flatten(1) for x, _ in batches]).numpy()
     arrays["y"] = torch.stack([y for _, y in batches]).numpy().astype(np.int32)
@@ -54,7 +54,7 @@ def write(folder: Path) -> None:
 
 def train(optimizer: Callable[[list[dict]], torch.optim.Optimizer]) -> float:
     """Train for STEPS steps; returns the loss on the last batch."""
-    task, model, batches = desk()
+    task, model, batches = setup()
     opt = optimizer(mulo.param_groups(model, task.roles()))
     for batch in batches[:STEPS]:
         opt.zero_grad()

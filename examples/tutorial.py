@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
-from mulo import features, recipes, roles, tasks, training
+from mulo import features, recipes, tasks, training
 from mulo.metatrain import Trainer, pes_gradient, unflatten
 
 torch.set_num_threads(1)  # these nets are so small that threads slow them down
@@ -210,7 +210,8 @@ show("8_meta", {"my μLO": (range(len(meta_losses)), meta_losses)}, "outer step"
 widths, ends = (64, 256, 1024), {"lo_m": [], "mulo_m": []}
 for name, final in ends.items():
     for width in widths:
-        wide = tasks.get(f"fashion8_mlp_w{width}_d3", rules=roles.ALL if name == "mulo_m" else ())
+        rules = mulo.roles.ALL if name == "mulo_m" else ()
+        wide = tasks.get(f"fashion8_mlp_w{width}_d3", rules=rules)
         final.append(float(training.train(wide, mulo.load(name), 300, seeds=[0])[-20:].mean()))
     print(f"9. {name}: loss after 300 steps at widths {widths}: {[round(x, 3) for x in final]}")
 show("9_width", {k: (widths, x) for k, x in ends.items()}, "width", "loss", xscale="log")

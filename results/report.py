@@ -41,6 +41,11 @@ def listing(values: dict[str, float | Tensor], digits: str = ".3f") -> str:
     return ", ".join(f"{x} {text.replace('nan', 'diverged')}" for x, text in texts.items())
 
 
+def style(name: str, color: str = "0.4") -> dict:
+    """Label and colour of an optimizer in figures; `color` is for names without one."""
+    return {"label": LABELS.get(name, name), "color": COLOURS.get(name, color)}
+
+
 def guess(kind: str) -> float:
     """The loss of uniform guessing."""
     return math.log(tasks.get(f"{kind}_w8_d3").classes)
@@ -117,12 +122,12 @@ def draw_final(
 ) -> None:
     """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
     for k, (name, by_size) in enumerate(losses.items()):
-        sizes, style = list(by_size), {"color": COLOURS.get(name, f"C{k}")}
+        sizes = list(by_size)
         means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
-        label = LABELS.get(name, name)
-        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, label=label, **style)
+        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, **style(name))
         diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
-        ax.plot(diverged, [(0.98 - 0.02 * k) * top] * len(diverged), "x", **style)
+        heights = [(0.98 - 0.02 * k) * top] * len(diverged)
+        ax.plot(diverged, heights, "x", color=style(name)["color"])
     size_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
     ax.set(xlabel=xlabel, ylabel="final loss", title=title)
     limit_loss(ax, top)
@@ -131,9 +136,8 @@ def draw_final(
 def draw_curves(ax, curves: dict[str, Tensor], until: float, top: float, **settings) -> None:
     """Draw mean training curves over seeds; the last point is at `until`."""
     for k, (name, losses) in enumerate(curves.items()):
-        times, color = torch.arange(1, len(losses) + 1) * until / len(losses), f"C{9 - k}"
-        style = {"label": LABELS.get(name, name), "color": COLOURS.get(name, color)}
-        ax.plot(times, losses.mean(1), **style)
+        times = torch.arange(1, len(losses) + 1) * until / len(losses)
+        ax.plot(times, losses.mean(1), **style(name, f"C{9 - k}"))
     ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
     limit_loss(ax, top)
 
@@ -145,8 +149,8 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
     for name in ("mulo_m", "lo_m", "adamw", "muadam"):
         if rows := [row for row in width.rows if row[:2] == [kind, name]]:
             x, y, error = ([row[k] for row in rows] for k in (2, 3, 4))  # width, loss, stderr
-            style = {"color": COLOURS[name], "ls": "-" if name.endswith("_m") else "--"}
-            left.errorbar(x, y, error, capsize=2, label=LABELS[name], **style)
+            line = "-" if name.endswith("_m") else "--"
+            left.errorbar(x, y, error, capsize=2, ls=line, **style(name))
     left.axvspan(left.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
     size_axis(left, sorted({row[2] for row in width.rows if row[0] == kind}))
     left.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
@@ -160,11 +164,11 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
             slopes.setdefault(name, []).append(min(float(slope), 2.0))
     for x, (name, bars) in enumerate(slopes.items()):
         places = [x + 0.8 * (k + 0.5) / len(bars) - 0.4 for k in range(len(bars))]
-        right.bar(places, bars, 0.7 / len(bars), color=COLOURS.get(name, "0.4"))
+        right.bar(places, bars, 0.7 / len(bars), color=style(name)["color"])
     right.axhline(0.1, color="k", lw=0.8, ls=":")
     right.set_xticks(range(len(slopes)), [LABELS.get(name, name) for name in slopes], fontsize=8)
-    title = "Coordinate check (one bar per layer)"
-    right.set(ylabel="|slope| of log drift over log width", title=title)
+    right.set(title="Coordinate check (one bar per layer)")
+    right.set(ylabel="|slope| of log drift over log width")
     write_atomically(path, lambda file: fig.savefig(file, dpi=120))
 
 

@@ -19,10 +19,11 @@ from mulo.optimizees import datasets
 ROOT = Path(__file__).parents[1]
 NAME = "fashion8_mlp_w8_d3"
 VALUES = {"lr": 0.01, "b1": 0.9, "b2": 0.999, "weight_decay": 0.0}
+BATCHES = [evaluate.DATA_SEED, evaluate.DATA_SEED + 1]  # of the seeds 0 and 1
 
 
-def job(who, steps, seeds, schedule="constant", probe_at=()):
-    return Job(who, NAME, steps, schedule, tuple(seeds), probe_at)
+def job(optimizer, steps, seeds, schedule="constant", probe_at=()):
+    return Job(optimizer, NAME, steps, schedule, tuple(seeds), probe_at)
 
 
 @pytest.fixture
@@ -32,6 +33,13 @@ def lo_m(tmp_path):
     (tmp_path / "lo_m_seed3").mkdir()
     mulo.save(recipes.new_lo(r), tmp_path / "lo_m_seed3" / "lo.pt", recipe=vars(r))
     return contender(str(tmp_path / "lo_m_seed3"))
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """Saved values go to a folder of their own."""
+    monkeypatch.setattr(evaluate, "TUNED", tmp_path / "tuned")
+    return tmp_path / "tuned"
 
 
 # ---------------------------------------------------------------- baselines
@@ -65,41 +73,40 @@ def test_tuning_takes_the_lowest_final_loss(monkeypatch):
     assert Tuning("adamw", name, 20, seeds=(0, 1)).run()["lr"] == rates[1]
 
 
-def test_tuning_of_rates_keeps_the_other_values():
-    """Those that were tuned at the meta-trained horizon."""
+def test_saved_values():
+    """The paper's; searches of rates keep the other values of the meta-trained horizon."""
+    assert Tuning("muadam", "lm_w1024_d3", 1000).saved()["lr"] == 0.1077
     configs = Tuning("muadam", NAME, 7, "cosine").configurations()
     assert [values["lr"] for values in configs] == evaluate.RATES["muadam"]
-    known = evaluate.best("muadam", "fashion8_mlp", 500)
-    assert {k: configs[0][k] for k in ("b1", "b2", "weight_decay")}.items() <= known.items()
+    others = {k: configs[0][k] for k in ("b1", "b2", "weight_decay")}
+    assert others.items() <= Tuning("muadam", NAME, 500).saved().items()
 
 
-def test_tuned_values_are_kept(tmp_path, monkeypatch):
+def test_tuned_values_are_saved(tuned):
     """Those of the meta-trained horizon come first, then those for these steps."""
-    assert evaluate.best("muadam", "lm", 1000)["lr"] == 0.1077  # the paper's
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
-    assert evaluate.best("adamw", "fashion8_mlp", 500) is None
-    evaluate.remember(VALUES | {"loss": 1.0}, "muadam", "lm", 1000, "cosine")
-    evaluate.remember(VALUES | {"lr": 0.25}, "adamw", "lm", 1000, "cosine", 64)
-    assert evaluate.best("muadam", "lm", 1000, "cosine")["loss"] == 1.0
-    assert evaluate.best("adamw", "lm", 1000, "cosine", 64)["lr"] == 0.25
-    assert evaluate.best("adamw", "lm", 1000, "cosine") is None
+    Tuning("adamw", NAME, 10, "cosine").save(VALUES)
+    Tuning("adamw", NAME, 10, "cosine", True).save(VALUES | {"lr": 0.25})
+    rates = [job(contender(k), 10, [0], "cosine").values["lr"] for k in ("adamw", "adamw_oracle")]
+    assert rates == [VALUES["lr"], 0.25]
     with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp --steps 10 --sch"):
         job(contender("muadam"), 10, [0], "cosine")
-    evaluate.remember(VALUES | {"lr": 0.7}, "adamw", "fashion8_mlp", 7, "constant")
+    with pytest.raises(ValueError, match=r"tune fashion8_mlp .* --width 16 --every-width"):
+        Job(contender("adamw_oracle"), "fashion8_mlp_w16_d3", 10, "cosine")
+    Tuning("adamw", NAME, 7).save(VALUES | {"lr": 0.7})
     first = job(contender("adamw"), 7, [0])
     with pytest.raises(ValueError, match="adamw is not tuned for fashion8_mlp"):
         job(contender("adamw"), 8, [0])
-    evaluate.remember(VALUES, "adamw", "fashion8_mlp", 500, "constant")
+    Tuning("adamw", NAME, 500).save(VALUES)
     second = job(contender("adamw"), 7, [0])
     assert (first.values["lr"], second.values["lr"]) == (0.7, VALUES["lr"])
     assert first.keys() != second.keys()  # a job keeps the values that it was made with
 
 
 def test_schedules():
-    cosine = evaluate.schedule_of("cosine", 100)
-    for t, factor in ((0, 1), (50, 0.55), (100, 0.1)):
-        assert cosine(t) == pytest.approx(factor)
     assert evaluate.schedule_of("constant", 100) is None
+    for name, factors in (("cosine", (1, 0.55, 0.1)), ("cosine2", (2, 1.1, 0.2))):
+        schedule = evaluate.schedule_of(name, 100)
+        assert [schedule(t) for t in (0, 50, 100)] == pytest.approx(factors)
 
 
 # ---------------------------------------------------------------- jobs and results
@@ -122,8 +129,7 @@ def test_contenders(lo_m, tmp_path):
 
 
 def test_arrays_of_velo(tmp_path, velo_4000):
-    """Under the file's name, in SP, whichever names its arrays have; also among the
-    experiments."""
+    """Under the file's name, in SP, whichever names its arrays have; also in experiments."""
     loaded = []
     for kind, arrays in velo_4000.items():
         np.savez(tmp_path / f"{kind}.npz", **arrays)
@@ -135,20 +141,11 @@ def test_arrays_of_velo(tmp_path, velo_4000):
     assert (config.param_scale_mult, config.use_bugged_loss_features) == (True, False)
     one, two = (dict(c.lo.named_parameters()) for c in loaded)
     assert all(torch.equal(one[k], two[k]) for k in one)
-    assert Results(tmp_path).losses(job(loaded[0], 2, [0])).isfinite().all()
     suite = paper.Suite(optimizers=(str(tmp_path / "released.npz"), "adamw"))
     assert list(suite.contenders()) == ["released", "adamw"]
-
-
-def test_arrays_that_are_not_an_optimizer(tmp_path, velo_4000):
-    short = {k: x for k, x in velo_4000["plain"].items() if k != "rnn/step_size/w"}
-    for arrays, reason in (
-        ({"w0": np.array("text")}, "can't convert np.ndarray"),
-        (short, "VeLO's array 'rnn/step_size/w' is missing"),
-    ):
-        np.savez(tmp_path / "bad.npz", **arrays)
-        with pytest.raises(ValueError, match=f"no learned optimizer's arrays: .*{reason}"):
-            contender(str(tmp_path / "bad.npz"))
+    np.savez(tmp_path / "bad.npz", w0=np.array("text"))
+    with pytest.raises(ValueError, match=r"no learned optimizer's arrays: .*can't convert"):
+        contender(str(tmp_path / "bad.npz"))
 
 
 @pytest.fixture
@@ -165,8 +162,8 @@ def trained(monkeypatch):
 
 
 def test_finished_jobs_are_not_run_again(tmp_path, trained, lo_m):
-    task, batches = tasks.get(NAME, rules=()), [evaluate.DATA_SEED, evaluate.DATA_SEED + 1]
-    expected = training.train(task, lo_m.lo, 60, [0, 1], data_seeds=batches)
+    task = tasks.get(NAME, rules=())
+    expected = training.train(task, lo_m.lo, 60, [0, 1], data_seeds=BATCHES)
     first = Results(tmp_path).losses(job(lo_m, 60, [0, 1]))
     assert first.shape == (50, 2)
     torch.testing.assert_close(first[0], expected[:2].mean(0), rtol=0, atol=6e-5)
@@ -177,29 +174,10 @@ def test_finished_jobs_are_not_run_again(tmp_path, trained, lo_m):
     assert trained == []
     again.losses(job(lo_m, 60, [0, 1, 2]))
     assert trained == [[2]]
-    other.losses(job(lo_m, 60, [0], "cosine"))  # beside another writer
-    assert trained == [[2], [0]]
-    assert len(Results(tmp_path).kept) == 4
-
-
-def test_fresh_trains_what_is_kept(tmp_path, trained, lo_m):
-    """Each net once a session; what it gives replaces the old row, also beside other writers."""
-    old = Results(tmp_path)
-    losses = old.losses(job(lo_m, 4, [0, 1]))
-    assert len(old.trained) == 2
-    for key in old.kept:
-        old.kept[key] = [9.0] * 4
-    old.save()
-    stale = Results(tmp_path)
-    assert (stale.losses(job(lo_m, 4, [0, 1, 2]))[:, :2] == 9).all()
-    assert (len(stale.requested), len(stale.trained)) == (3, 1)
-    trained.clear()
-    fresh = Results(tmp_path, fresh=True)
-    for _ in range(2):
-        assert torch.equal(fresh.losses(job(lo_m, 4, [0, 1])), losses)
-    assert trained == [[0, 1]]
-    stale.save()
-    assert torch.equal(Results(tmp_path).losses(job(lo_m, 4, [0, 1])), losses)
+    cosine = job(lo_m, 60, [0, 1], "cosine"), job(lo_m, 60, [1, 2], "cosine")
+    other.run(cosine)  # beside another writer
+    assert trained == [[2], [0, 1], [2]]
+    assert len(Results(tmp_path).kept) == 6
 
 
 def test_losses_are_numbers_in_a_table(tmp_path, lo_m):
@@ -257,11 +235,10 @@ def test_a_registered_task(tmp_path, monkeypatch, lo_m):
         lambda device: images.data(device=device), lambda y, target: 1e-4 * y.square().mean(),
         loss_bound=1.0,
     )  # fmt: skip
-    mine = Job(lo_m, "mine_w8_d3", 4, seeds=(0,))
-    losses = Results(tmp_path).losses(mine)
-    assert 0 < losses[1:].min() < losses.max() < 1e-3
+    losses = Results(tmp_path).losses(Job(lo_m, "mine_w8_d3", 4))
     task = tasks.get("mine_w8_d3", rules=())
-    expected = training.train(task, lo_m.lo, 4, [0], data_seeds=[evaluate.DATA_SEED])
+    expected = training.train(task, lo_m.lo, 4, [0], data_seeds=BATCHES[:1])
+    assert expected.max() < 1e-3
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
     with pytest.raises(ValueError, match=r"adamw is not .* compare with adamw_default or muon"):
         Job(contender("adamw"), "mine_w8_d3", 4)
@@ -269,12 +246,10 @@ def test_a_registered_task(tmp_path, monkeypatch, lo_m):
         Job(lo_m, "mine_w8_d3", 4, test=True)
 
 
-def test_divergence_is_a_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path)
-    evaluate.remember(VALUES | {"lr": 1e30}, "adamw", "fashion8_mlp", 500, "constant")
-    diverges = job(contender("adamw"), 120, [0])
-    assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])
-    assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])  # read from the file
+def test_divergence_is_a_result(tmp_path):
+    diverges = Job(contender("adamw"), NAME, 120, values=VALUES | {"lr": 1e30})
+    for _ in range(2):  # the second is read from the file
+        assert math.isnan(Results(tmp_path).losses(diverges)[-1, 0])
 
 
 def test_test_loss_is_of_data_held_out(tmp_path):
@@ -287,8 +262,7 @@ def test_test_loss_is_of_data_held_out(tmp_path):
     assert len(results.trained) == 6  # two rows of losses for a net with test data
     task = tasks.get(NAME, rules=(), split="train")
     losses = training.train(
-        task, evaluate.adam([VALUES] * 2), 20, [0, 1],
-        data_seeds=[evaluate.DATA_SEED, evaluate.DATA_SEED + 1],
+        task, evaluate.adam([VALUES] * 2), 20, [0, 1], data_seeds=BATCHES,
         callback=lambda t, theta: seen.append({k: p.clone() for k, p in theta.items()}),
     )  # fmt: skip
     torch.testing.assert_close(results.losses(held_out), losses, rtol=0, atol=6e-5)
@@ -297,18 +271,10 @@ def test_test_loss_is_of_data_held_out(tmp_path):
     everything = images.take(torch.arange(8000, 10_000))
     everything = tuple(x.expand(2, *x.shape) for x in everything)
     expected = [task.losses(theta, everything) for theta in seen[::2]]
-    found = Results(tmp_path).losses(held_out, "test")
-    assert found.shape == (11, 2)
-    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-4)
-    assert found[-1].max() < found[0].min() - 0.2  # the nets do learn
-
-
-def test_activations_do_not_change_where_nothing_moves(tmp_path):
-    lo = mulo.load("mulo_m", lam1=0.0)
-    who = dataclasses.replace(contender("mulo_m"), name="still", lo=lo)
-    found = Results(tmp_path).activations(job(who, 5, [0], probe_at=(1, 4)))
-    assert all(change == 0 for layer in found.values() for change, _ in layer)
-    assert all(norm > 0 for _, norm in found["layers.0"])
+    saved = Results(tmp_path).losses(held_out, "test")
+    assert saved.shape == (11, 2)
+    torch.testing.assert_close(saved, torch.stack(expected), rtol=0, atol=1e-4)
+    assert saved[-1].max() < saved[0].min() - 0.2  # the nets do learn
 
 
 # ---------------------------------------------------------------- command line
@@ -327,13 +293,11 @@ def test_messages(tmp_path, complaint):
         assert reason in complaint(evaluate, *flags)
 
 
-def test_commands(tmp_path, monkeypatch, capsys):
+def test_commands(tmp_path, tuned, monkeypatch, capsys):
     """Tune and train on a task: each prints what it did, and leaves its files."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "TUNED", tmp_path / "results" / "tuned")
     monkeypatch.setattr(evaluate, "RATES", {k: [0.01, 0.001] for k in evaluate.RATES})
-    for name in evaluate.BASELINES:
-        evaluate.remember(VALUES, name, "fashion8_mlp", 500, "constant")
+    Tuning("adamw", NAME, 500).save(VALUES)
 
     def run(line: str) -> str:
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *line.split()])
@@ -342,15 +306,15 @@ def test_commands(tmp_path, monkeypatch, capsys):
 
     printed = run("tune fashion8_mlp --width 8 --steps 4 --seeds 1 --schedule cosine")
     assert printed.count("saved in") == 2
-    kept = json.loads((tmp_path / "results" / "tuned" / "fashion8_mlp.json").read_text())
-    assert kept["muadam, 4 steps, cosine"]["configurations"] == 2
+    saved = json.loads((tuned / "fashion8_mlp.json").read_text())
+    assert saved["muadam, 4 steps, cosine"]["configurations"] == 2
     task = "task fashion8_mlp_w8_d3 --optimizers mulo_m adamw --steps 4 --seeds 2 --processes 1"
     printed = run(task)
     assert "fashion8_mlp_w8_d3" in printed
     assert printed.count("±") == 2
     assert "0 of 4 results were read from results" in printed
-    assert "4 of 4 results were read from results: --fresh retrains" in run(task)
-    assert run(f"{task} --fresh") == printed
+    assert "4 of 4 results were read from results, not trained" in run(task)
+    assert run(f"{task} --out other").splitlines()[:-1] == printed.splitlines()[:-1]
     assert "  test loss" not in printed
     _, _, train, test, _ = run(f"{task} --test").splitlines()
     assert (train[:26].strip(), test[:26]) == (NAME, "  test loss".ljust(26))

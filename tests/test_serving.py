@@ -123,7 +123,7 @@ def test_other_parameters_and_files_are_refused(copied):
         OrtMuLO([p], path).step()
     shard = mulo.Stack(torch.ones(1, 3), None, None, shards=object())
     with pytest.raises(RuntimeError, match=r"use mulo\.MuLO for sharded or float64 parameters"):
-        OrtMuLO([p], path)._advance("folded", None, [shard], [torch.ones(1, 3)], None)
+        OrtMuLO([p], path)._advance("folded", None, [shard], [torch.ones(1, 3)], None, None)
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
     with pytest.raises(ValueError, match="is damaged or does not belong to"):
         OrtMuLO([p], path)
@@ -134,76 +134,58 @@ def test_other_parameters_and_files_are_refused(copied):
 # The optimizer in onnxruntime
 
 
-class Net(nn.Module):
-    """A small real model with parameters of every rank from 0 to 5, tall, wide and square."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 6, 3, padding=1)
-        self.conv3 = nn.Conv3d(1, 4, 3, padding=1)
-        self.seq = nn.Conv1d(6, 6, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 6)
-        self.square, self.wide = nn.Linear(24, 24), nn.Linear(24, 40)
-        self.out = nn.Linear(40, 5)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):  # (b, 1, 4, 4)
-        x = x + self.conv3(x[:, None]).mean((1, 2))[:, None]
-        x = self.norm(self.conv(x)).relu()  # (b, 6, 4, 4)
-        x = self.seq(x.flatten(2)).relu()[..., :4].flatten(1) * self.gain
-        return self.out(self.wide(self.square(x).relu()).relu())
+SHAPES = [  # ranks 0 to 5; tall, wide and square
+    (6, 1, 3, 3), (6,), (4, 1, 3, 3, 3), (5, 40), (24, 24), (6, 6, 3), (), (40, 24), (7,), (9, 4),
+]  # fmt: skip
 
 
 def pair(path, dtype=torch.float32, **options):
-    """Two equal models of all ranks, one with MuLO and one with OrtMuLO, in odd groups."""
+    """Equal parameters for MuLO and for OrtMuLO, in groups with different options."""
     torch.manual_seed(0)
-    models = [Net().to(dtype)]
-    models.append(copy.deepcopy(models[0]))
+    params = [[nn.Parameter(0.2 * torch.randn(s, dtype=dtype)) for s in SHAPES]]
+    params.append(copy.deepcopy(params[0]))
     lo, opts = checkpoints.load(path.with_suffix(".pt")), []
     makers = partial(mulo.MuLO, lo=lo, backend="folded"), partial(OrtMuLO, exported=path)
-    for model, make in zip(models, makers, strict=True):
-        p = list(model.parameters())
+    for p, make in zip(params, makers, strict=True):
         groups = [
-            {"params": p[:5], "scale": 0.5, "weight_decay": 0.01},
-            {"params": p[5:9], "lr": 0.7, "step": 3},
-            {"params": p[9:], "out_axis": 1},
+            {"params": p[:4], "scale": 0.5, "weight_decay": 0.01},
+            {"params": p[4:8], "lr": 0.7, "step": 1000},  # beyond t_max: updates anneal
+            {"params": p[8:], "out_axis": 1},
         ]
         opts.append(make(groups, **options))
-    return models, opts
+    return params, opts
 
 
-def steps(models, opts, n, seed=0, room=3e-6):
-    """Train both; every step's update is compared, as both start it from the same parameters."""
+def steps(params, opts, n, seed=0, room=3e-6):
+    """Step both; every step's update is compared, as both start it from the same parameters."""
     torch.manual_seed(seed)
-    dtype = next(models[0].parameters()).dtype
-    for _ in range(n):
-        x, y = torch.randn(32, 1, 4, 4).to(dtype), torch.randint(5, (32,))
-        before = [p.detach().clone() for p in models[0].parameters()]
-        for model, opt in zip(models, opts, strict=True):
-            opt.zero_grad()
-            loss = nn.functional.cross_entropy(model(x).float(), y)
-            loss.backward()
-            opt.step(loss=loss.detach())
-        for old, a, b in zip(before, *(m.parameters() for m in models), strict=True):
+    for t in range(n):
+        before = [p.detach().clone() for p in params[0]]
+        for p, q in zip(*params, strict=True):
+            p.grad = 0.1 * torch.randn_like(p)
+            q.grad = p.grad.clone()
+        for opt in opts:
+            opt.step(loss=2 - 0.05 * t)
+        for old, a, b in zip(before, *params, strict=True):
             update = (a.detach() - old).double()
             off = ((b.detach() - old).double() - update).abs().max()
-            rounding = 4 * torch.finfo(dtype).eps * old.abs().max()
+            rounding = 4 * torch.finfo(old.dtype).eps * old.abs().max()
             assert off <= room * update.abs().max() + rounding
             b.data.copy_(a)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ort_is_mulo(exported, dtype):
-    """Ranks 0 to 5, several groups, times, rates, decays and ties; 20 steps of real gradients."""
-    models, opts = pair(exported / "mulo_m.json", dtype)
-    steps(models, opts, 20)
-    for p, q in zip(*(m.parameters() for m in models), strict=True):
+    """Several ranks, groups, times, rates, decays and ties."""
+    params, opts = pair(exported / "mulo_m.json", dtype)
+    steps(params, opts, 20)
+    for p, q in zip(*params, strict=True):
         a, b = opts[0].state[p], opts[1].state[q]
         assert a.keys() == b.keys()
         for k in a:
             assert a[k].shape == b[k].shape
             size = float(a[k].abs().max())
-            torch.testing.assert_close(a[k], b[k], rtol=0, atol=1e-3 * size)
+            torch.testing.assert_close(a[k], b[k], rtol=0, atol=1e-5 * size)
 
 
 def test_ort_is_mulo_for_velo(velo):
@@ -260,17 +242,15 @@ def test_velo_by_the_contract(velo):
             p[k] = q.detach().clone()
 
 
-@pytest.mark.parametrize("name", ["mulo_m", "velo"])
-def test_torchs_default_type_does_not_matter(name, exported, velo):
-    path = (velo if name == "velo" else exported) / f"{name}.json"
-    ends, grad = [], torch.linspace(0, 1, 20).view(5, 4)
+def test_torchs_default_type_does_not_matter(velo):
+    ends = []
     for dtype in (torch.float32, torch.float64):
         p = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4))
+        p.grad = torch.linspace(0, 1, 20).view(5, 4)
         torch.set_default_dtype(dtype)
         try:
-            opt = OrtMuLO([p], path, num_steps=9)
+            opt = OrtMuLO([p], velo / "velo.json", num_steps=9)
             for _ in range(3):
-                p.grad = grad.clone()
                 opt.step(loss=1.0)
         finally:
             torch.set_default_dtype(torch.float32)
@@ -281,17 +261,15 @@ def test_torchs_default_type_does_not_matter(name, exported, velo):
 def test_state_goes_from_one_to_the_other(exported):
     """MuLO's state_dict continues in OrtMuLO and back; so do copies."""
     path = exported / "mulo_m.json"
-    models, opts = pair(path)
-    steps(models, opts, 3)
+    params, opts = pair(path)
+    steps(params, opts, 3)
     states = [copy.deepcopy(opt.state_dict()) for opt in opts]
     groups = [[dict(group) for group in opt.param_groups] for opt in opts]
     again = [mulo.MuLO(groups[0], opts[0].lo, backend="folded"), OrtMuLO(groups[1], path)]
     again[0].load_state_dict(states[1])
     again[1].load_state_dict(states[0])
-    steps(models, again, 3, seed=1, room=2e-5)  # the states differ in the last digit
-    assert all(
-        x.is_contiguous() for p in models[0].parameters() for x in again[0].state[p].values()
-    )
+    steps(params, again, 3, seed=1, room=2e-5)  # the states differ in the last digit
+    assert all(x.is_contiguous() for p in params[0] for x in again[0].state[p].values())
     twin = pickle.loads(pickle.dumps(again[1]))
     assert isinstance(twin, OrtMuLO)
     for p in (p for group in twin.param_groups for p in group["params"]):

@@ -19,7 +19,7 @@ from statistics import geometric_mean
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
 from mulo import checkpoints, kernels, tasks
-from mulo.evaluate import one_sentence, schedule_of
+from mulo.evaluate import exit_with_message, schedule_of
 from mulo.training import final_loss, train, with_rules
 
 VALIDATION = (  # task, steps, schedule: only for choosing among recipes and meta-training seeds
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--ship", metavar="RECIPE", help="save the best run of it in weights/")
     parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
     args = parser.parse_args()
-    with one_sentence("choose.py"):
+    with exit_with_message("choose.py"):
         device, sentence = kernels.pick_device(args.device)
         print(sentence)
         runs = [path / "lo.pt" if path.is_dir() else path for path in args.runs]
