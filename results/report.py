@@ -124,10 +124,11 @@ def draw_final(
     for k, (name, by_size) in enumerate(losses.items()):
         sizes = list(by_size)
         means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
-        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, **style(name))
+        line = style(name, f"C{k}")
+        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, **line)
         diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
         heights = [(0.98 - 0.02 * k) * top] * len(diverged)
-        ax.plot(diverged, heights, "x", color=style(name)["color"])
+        ax.plot(diverged, heights, "x", color=line["color"])
     size_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
     ax.set(xlabel=xlabel, ylabel="final loss", title=title)
     limit_loss(ax, top)
