@@ -8,10 +8,9 @@
     losses = task.losses(theta, batch)       # (16,), one autograd graph, no loop
 
 A name is kind, width and depth; any width and depth work (but a resnet always has 18 layers). The
-suffix _b16 sets the batch size to 16. The paper's kinds are in32_mlp, in64_mlp, c10_mlp, vit,
-resnet (ImageNet at 32x32) and lm (LM1B). Ours are the same models and a small conv net on data that
-needs no download (fashion, pixels, teacher), on CIFAR-10 (c10s: 16x16; c10b: 10,000 images) and on
-any text (text_lm). A task's parametrization is in `rules`: μP, SP or anything between.
+suffix _b16 sets the batch size to 16. KINDS has the paper's kinds and ours: the same models and a
+small conv net on data that needs no download (fashion, pixels, teacher), on CIFAR-10 and on any
+text. A task's parametrization is in `rules`: μP, SP or anything between.
 
 To add a kind of your own, call `register` at the top level of a script, because worker processes
 import it, and then metatrain.main() or evaluate.main(), as examples/own_task.py does:
@@ -481,8 +480,7 @@ def main() -> None:
         for task in map(get, names):
             size = sum(p.numel() for p in task.skeleton().parameters())
             print(f"{task.name:24}{task.dataset:13}{size:13,}{task.batch_size:7}{task.heads:7}")
-        print()
-    print(f"Any width and depth of these kinds: {', '.join(KINDS)}")
+    print(f"\nAny width and depth of these kinds: {', '.join(KINDS)}")
 
 
 if __name__ == "__main__":

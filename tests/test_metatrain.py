@@ -154,17 +154,15 @@ def test_halves_of_a_pair_share_all_but_phi(name, calls):
 def test_lengths_of_unrolls():
     """The first ones are shorter, so that the pairs' next ones begin at different times."""
     trainer = trainer_of(pairs=8, unroll=60, shortest=20, truncation=1)
-    particles, lengths, ends = trainer.particles[0], [], []
+    lengths = []
     for _ in range(150):
-        before = particles.t.clone()
         truncation(trainer)
-        ends += before[particles.t == 1].tolist()
-        lengths.append(particles.length.clone())
+        lengths.append(trainer.particles[0].length.clone())
     first, later = lengths[0], torch.stack(lengths[-20:])
     assert first.unique().numel() >= 4
     assert first.min() < 20 <= later.min()
     assert later.max() <= 60
-    assert len(set(ends)) > 10
+    assert later.unique().numel() >= 4
 
 
 def test_divergence_restarts_the_pair_and_spares_the_others():
@@ -249,18 +247,6 @@ def test_schedule_of_the_rate():
     assert rates[:5] == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5])
     assert rates[12] == pytest.approx(0.3)
     assert rates[20] == pytest.approx(0.1)
-
-
-def test_a_run_may_move_to_another_device():
-    """A checkpoint is read on the CPU, as runs do; the meta device stands for a GPU."""
-    trainer = trainer_of("muvelo_m")
-    trainer.advance()
-    other = Trainer(trainer.recipe, new_lo(trainer.recipe, "meta"))
-    other.load_state_dict(trainer.state_dict())
-    assert other.step == 1
-    for x in other.particles:
-        assert {y.device.type for y in tree_leaves((x.theta, x.state, x.xi))} == {"meta"}
-        assert x.t.device.type == x.length.device.type == "cpu"
 
 
 @pytest.mark.parametrize("name", ["mulo_m", "muvelo_m", "lo_m"])
