@@ -29,7 +29,7 @@ def test_the_best_seed_is_shipped_with_the_record_of_all(tmp_path, monkeypatch, 
     checkpoints.SHIPPED.mkdir()
     short = ("fashion8_mlp_w96_d2", 10, "constant"), ("teacherv_mlp_w48_d3", 20, "cosine")
     monkeypatch.setattr(choose, "VALIDATION", short)
-    paths = [run_file(tmp_path / "a", 0, lam1=1e6), run_file(tmp_path / "b", 1)]
+    paths = [run_file(tmp_path / "a", 0, lam1=1e30), run_file(tmp_path / "b", 1)]
     monkeypatch.setattr(sys, "argv", ["choose.py", *map(str, paths), "--ship", "mulo_m"])
     choose.main()
     target = tmp_path / "weights" / "mulo_m.pt"
