@@ -34,11 +34,11 @@ def stack(models):
     ("net", "backend", "config"),
     [
         ("small_fc", "auto", {}),
-        ("small_fc", "folded", {"input_base": 16.0, "by_channels": True}),
-        ("velo", "auto", {}),
+        ("small_fc", "folded", {"input_base": 16.0, "by_channels": True, "eps": "fan_in"}),
+        ("velo", "auto", {"t_max": 2.0, "anneal": 0.5}),
         ("velo", "literal", {"param_scale_mult": True}),
     ],
-    ids=["small_fc", "rules beyond the paper", "velo", "velo, times RMS(W)"],
+    ids=["small_fc", "rules beyond the paper", "velo, annealed", "velo, times RMS(W)"],
 )
 def test_learned_is_the_optimizer_for_one_net(net, backend, config, rules):
     """Three nets with weights phi of their own, side by side and each under MuLO."""
