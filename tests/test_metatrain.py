@@ -165,7 +165,7 @@ def test_lengths_of_unrolls():
     assert later.unique().numel() >= 4
 
 
-def test_divergence_restarts_the_pair_and_spares_the_others():
+def test_divergence_restarts_the_pair_and_spares_the_others(calls):
     trainer = trainer_of(unroll=100, shortest=100, pairs=2)
     particles = trainer.particles[0]
     truncation(trainer)
@@ -175,7 +175,9 @@ def test_divergence_restarts_the_pair_and_spares_the_others():
     assert diverged == 1
     assert float(loss) < particles.task.loss_bound
     assert particles.t.tolist() == [3, 9]
-    assert not particles.xi.isnan().any()
+    delta, began, *_ = calls[-1]
+    assert delta.isfinite().all()
+    assert began.T.tolist() == [[False, True, True, True], [False] * 4]
     assert all(p.isfinite().all() for p in particles.theta.values())
 
 
