@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import mulo
 from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
-from mulo.evaluate import BASELINES, Job, Results, Tuning, best, contender
+from mulo.evaluate import BASELINES, Job, Results, Tuning, best, contender, write_table
 from mulo.features import Phi
 from mulo.recipes import Recipe, new_lo, recipe
 
@@ -302,8 +302,8 @@ class Run(Trainer):
         for old in sorted(self.out.glob(f"checkpoint_*_rank{self.rank}.pt"))[:-2]:
             old.unlink()  # keep two: a rank that is killed may lack the last one
         if self.rank == 0:
-            lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
-            checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
+            rows = [list(self.rows[0]), *(list(row.values()) for row in self.rows)]
+            write_table(self.out / "log.csv", rows)
 
     @classmethod
     def resume(cls, out: Path, device: str, **settings) -> Run:

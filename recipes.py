@@ -35,7 +35,7 @@ class Recipe:
     seed: int = flag(0, "seed of all random numbers of the run")
     net: str = "small_fc"  # or "velo"
     mup: bool = True
-    kind: str = flag("in32_mlp", "kind of the tasks; `python tasks.py` lists them")
+    kind: str = flag("in32_mlp", "kind of the tasks (KINDS in tasks.py)")
     widths: tuple[int, ...] = flag((128, 512, 1024), "widths of the nets, one task for each")
     depth: int = flag(3, "depth of the nets")
     batch_size: int = flag(4096, "examples per inner step")
