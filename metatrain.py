@@ -7,9 +7,17 @@
     python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 1600   # resume and extend a run
 
 Paper: eq. 1 (the meta-objective), section 2 and appendix C. phi are the weights of the learned
-optimizer, and an unroll is the training of one net with it. Each outer step trains pairs of nets
-with phi + eps and phi - eps for part of an unroll (a truncation). Each pair keeps xi, the sum of
-its past perturbations eps, which removes the bias of truncation. The two nets of a pair share
+optimizer. An unroll is the training of one net with it, a truncation a part of an unroll. An outer
+step (`Trainer.advance`):
+
+    for every pair of nets (`Particles.estimate`):
+        draw eps ~ N(0, sigma^2)
+        train one net with phi + eps and the other with phi - eps for a truncation
+        xi = xi + eps                                            # 0 when an unroll begins
+        gradient = xi * (loss of phi + eps - loss of phi - eps) / (2 sigma^2)    # `pes_gradient`
+    average the gradients over pairs and tasks, clip, and step phi with AdamW
+
+xi, the sum of a pair's perturbations, removes the bias of truncation. The two nets of a pair share
 initial weights, batches and length. A pair draws these and eps from its own generator, so results
 do not depend on how pairs are split over micro-batches or processes.
 
@@ -110,7 +118,7 @@ class Particles:
         eps = self.recipe.sigma * features.send(noise, phi.device)  # (n, D)
         losses, began, diverged = self.truncation(torch.cat([phi + eps, phi - eps]))
         bound = self.task.loss_bound
-        losses = torch.where(losses.isfinite(), losses, bound).clamp(0, bound)
+        losses = torch.where(losses.isfinite(), losses, bound).clamp(0, bound)  # (steps, 2, n)
         delta = losses[:, 0] - losses[:, 1]  # (steps, n)
         grad, self.xi = pes_gradient(delta, began, eps, self.xi, self.recipe.sigma)
         return grad, losses.mean(), diverged
