@@ -7,9 +7,17 @@
     python metatrain.py --resume runs/mulo_m_desk_seed0 --steps 1600   # resume and extend a run
 
 Paper: eq. 1 (the meta-objective), section 2 and appendix C. phi are the weights of the learned
-optimizer, and an unroll is the training of one net with it. Each outer step trains pairs of nets
-with phi + eps and phi - eps for part of an unroll (a truncation). Each pair keeps xi, the sum of
-its past perturbations eps, which removes the bias of truncation. The two nets of a pair share
+optimizer. An unroll is the training of one net with it, a truncation a part of an unroll. An outer
+step (`Trainer.advance`):
+
+    for every pair of nets (`Particles.estimate`):
+        draw eps ~ N(0, sigma^2)
+        train one net with phi + eps and the other with phi - eps for a truncation
+        xi = xi + eps                                            # 0 when an unroll begins
+        gradient = xi * (loss of phi + eps - loss of phi - eps) / (2 sigma^2)    # `pes_gradient`
+    average the gradients over pairs and tasks, clip, and step phi with AdamW
+
+xi, the sum of a pair's perturbations, removes the bias of truncation. The two nets of a pair share
 initial weights, batches and length. A pair draws these and eps from its own generator, so results
 do not depend on how pairs are split over micro-batches or processes.
 
@@ -28,7 +36,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
@@ -42,7 +50,7 @@ from tqdm import tqdm
 
 import mulo
 from mulo import LO, checkpoints, features, kernels, recipes, tasks, training
-from mulo.evaluate import BASELINES, Job, Results, Tuning, contender
+from mulo.evaluate import BASELINES, Job, Results, Tuning, contender, write_table
 from mulo.features import Phi
 from mulo.recipes import Recipe, new_lo, recipe
 
@@ -84,56 +92,65 @@ def unflatten(phi: Tensor, like: LO) -> Phi:
 
 
 class Particles:
-    """The nets of n antithetic pairs on one task, (2n, ...): those with phi + eps come first."""
+    """n antithetic pairs of nets on one task, in tensors (2n, ...): nets with phi + eps first."""
 
     def __init__(self, task: tasks.Task, recipe: Recipe, lo: LO, pairs: range, seed: int, data):
-        """`pairs`: the indices of these pairs among the task's pairs, for their seeds."""
+        """`pairs`: the indices of these pairs among all of the task, to seed their generators."""
         phi = parameters_to_vector(lo.parameters())
         n, device = len(pairs), phi.device
         self.task, self.recipe, self.lo, self.data = task, recipe, lo, data
         self.opt = training.Learned(lo.config, task, device, recipe.backend)
         # Generators are on the CPU for every device, so that a GPU draws the same numbers.
         self.generators = [torch.Generator().manual_seed(seed * 10_000 + k) for k in pairs]
-        self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: all start an unroll
+        self.t, self.length = torch.zeros(n), torch.zeros(n)  # t >= length: the unroll is finished
         self.xi = torch.zeros(n, len(phi), device=device)
-        named = task.skeleton().named_parameters()
-        self.theta = {k: torch.zeros(2 * n, *p.shape, device=device) for k, p in named}
+        shapes = {name: p.shape for name, p in task.skeleton().named_parameters()}
+        self.theta = {name: torch.zeros(2 * n, *s, device=device) for name, s in shapes.items()}
         lengths = torch.full((2 * n,), float(recipe.unroll))
         self.state = self.opt.init(self.theta, unflatten(phi.unsqueeze(0), lo), lengths)
 
-    def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """Draw eps for each pair and train all nets for a truncation with phi + eps and phi - eps.
+    def estimate(self, phi: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Perturb phi (D,) and train all nets for a truncation.
 
-        Returns delta, began and eps for `pes_gradient`, then for the log the mean clipped loss ()
-        and the number of diverged pairs. DIVERGES: pairs that diverge start a new unroll, at the
-        next step on a CPU and at the next truncation on a GPU; in the reference they stay at the
-        bound to the end.
+        Returns the meta-gradient (D,), the mean clipped loss () and the number of diverged pairs.
+        """
+        noise = torch.stack([torch.randn(len(phi), generator=g) for g in self.generators])
+        eps = self.recipe.sigma * features.send(noise, phi.device)  # (n, D)
+        losses, began, diverged = self.truncation(torch.cat([phi + eps, phi - eps]))
+        bound = self.task.loss_bound
+        losses = torch.where(losses.isfinite(), losses, bound).clamp(0, bound)  # (steps, 2, n)
+        delta = losses[:, 0] - losses[:, 1]  # (steps, n)
+        grad, self.xi = pes_gradient(delta, began, eps, self.xi, self.recipe.sigma)
+        return grad, losses.mean(), diverged
+
+    def truncation(self, phi: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Train every net for a truncation, each with its own phi, (2n, D).
+
+        Returns the losses (steps, 2, n), `began` (steps, n) for `pes_gradient` and the number of
+        diverged pairs. DIVERGES: pairs that diverge start a new unroll, at the next step on a CPU
+        and at the next truncation on a GPU; in the reference they stay at the bound to the end.
         """
         n, steps, device = len(self.t), self.recipe.truncation, phi.device
-        noise = torch.stack([torch.randn(len(phi), generator=g) for g in self.generators])
-        eps = self.recipe.sigma * features.send(noise, device)
-        phis = unflatten(torch.cat([phi + eps, phi - eps]), self.lo)
-        weights = self.opt.prepare(phis)
+        phi = unflatten(phi, self.lo)
+        weights = self.opt.prepare(phi)
         losses = torch.empty(steps, 2, n, device=device)
-        began, start = torch.zeros(steps, n, dtype=torch.bool), torch.zeros(n)
-        num_diverged, bound = 0, self.task.loss_bound
+        began = torch.zeros(steps, n, dtype=torch.bool)
+        start = torch.zeros(n)  # first step in this truncation of each pair's current unroll
+        num_diverged = 0
         for k in range(steps):
             finished = self.t >= self.length
             if finished.any():
-                self.restart(finished, phis)
+                self.restart(finished, phi)
                 began[k:] |= finished
                 start[finished] = k
             losses[k] = self.inner_step(weights).view(2, n)
             self.t += 1
-            if device.type == "cpu" or k == steps - 1:  # reading losses syncs a GPU
-                seen = losses[k : k + 1] if device.type == "cpu" else losses
-                bad = ~seen.isfinite().all(1).cpu()  # (steps, n); only the current unroll counts
-                ends = (bad & (torch.arange(k + 1 - len(bad), k + 1)[:, None] >= start)).any(0)
-                self.length = torch.where(ends, self.t, self.length)
-                num_diverged += int(ends.sum())
-        clipped = torch.where(losses.isfinite(), losses, bound).clamp(0, bound)
-        delta = clipped[:, 0] - clipped[:, 1]
-        return delta, began.to(device), eps, clipped.mean(), num_diverged
+            if device.type == "cpu" or k == steps - 1:  # on a GPU, reading losses is a sync
+                bad = ~losses[: k + 1].isfinite().all(1).cpu()  # (k + 1, n)
+                diverged = (bad & (torch.arange(k + 1).unsqueeze(1) >= start)).any(0)  # (n,)
+                self.length = torch.where(diverged, self.t, self.length)
+                num_diverged += int(diverged.sum())
+        return losses, began.to(device), num_diverged
 
     def inner_step(self, weights) -> Tensor:
         """One step of every net; returns the losses before it, (2n,)."""
@@ -147,7 +164,7 @@ class Particles:
         """Start a new unroll in the pairs that are finished, (n,) bool."""
         n, device, pairs = len(self.t), self.xi.device, finished.nonzero().flatten().tolist()
         low, high = math.log(self.recipe.shortest), math.log(self.recipe.unroll)
-        first = not self.length.any()  # cut the first unrolls short: pairs restart at other times
+        first = not self.length.any()  # cut the first unrolls short, or all pairs end at once
         u = torch.stack([torch.rand(1 + first, generator=self.generators[k]) for k in pairs])
         length = (low + (high - low) * u[:, 0]).exp().round()  # log-uniform
         self.length[pairs] = (length * u[:, 1]).ceil() if first else length
@@ -155,10 +172,10 @@ class Particles:
         inits = [self.task.init(1, self.generators[k]) for k in pairs] * 2
         theta = {k: torch.cat([init[k] for init in inits]) for k in self.theta}
         theta = {k: features.send(p, device) for k, p in theta.items()}
-        rows = features.send(torch.tensor(pairs + [n + k for k in pairs]), device)
+        rows = features.send(torch.tensor(pairs + [n + k for k in pairs]), device)  # of both halves
         phi = {k: w[rows] for k, w in phi.items()}
         state = self.opt.init(theta, phi, torch.cat([length, length]))
-        new, old = tree_leaves((theta, state)), tree_leaves((self.theta, self.state))
+        old, new = tree_leaves((self.theta, self.state)), tree_leaves((theta, state))
         for x, y in zip(old, new, strict=True):
             x.index_copy_(0, rows, y)
 
@@ -172,19 +189,18 @@ def rank_and_world() -> tuple[int, int]:
 
 
 class Trainer:
-    """The outer loop: perturb, train each task's nets for a truncation, average, clip, AdamW."""
+    """The outer loop: estimate the meta-gradient on each task, average, clip, step with AdamW."""
 
     def __init__(self, recipe: Recipe, lo: LO):
         self.recipe, self.lo, self.step, self.tasks = recipe, lo, 0, recipe.tasks()
         self.rank, self.world = rank_and_world()
-        share, rest = divmod(recipe.pairs, self.world)
-        if rest:
+        if recipe.pairs % self.world:
             raise ValueError(f"--pairs must be a multiple of the {self.world} processes.")
         self.phi = torch.nn.Parameter(parameters_to_vector(lo.parameters()))
         self.adamw = torch.optim.AdamW([self.phi], lr=recipe.lr, weight_decay=recipe.weight_decay)
         data = self.tasks[0].data(device=str(self.phi.device))  # of all tasks
-        first, size = self.rank * share, recipe.micro_batch
-        pairs = range(first, first + share)  # of this process
+        share, size = recipe.pairs // self.world, recipe.micro_batch
+        pairs = range(self.rank * share, (self.rank + 1) * share)  # of this process
         self.particles = [  # micro-batches of every task
             Particles(task, recipe, lo, pairs[k : k + size], 100 * recipe.seed + n, data)
             for n, task in enumerate(self.tasks)
@@ -200,14 +216,13 @@ class Trainer:
         return r.lr_end + (r.lr - r.lr_end) * 0.5 * (1 + math.cos(math.pi * x))
 
     def estimate(self, task: tasks.Task) -> list[Tensor]:
-        """Train a task's nets for a truncation. Returns sums over its pairs: the meta-gradient
-        (D,), the loss () and the number of diverged pairs ()."""
+        """Sums over a task's pairs: of meta-gradients (D,), losses () and diverged pairs ()."""
         sums = []
-        for x in (x for x in self.particles if x.task is task):
-            delta, began, eps, loss, diverged = x.truncation(self.phi.detach())
-            grad, x.xi = pes_gradient(delta, began, eps, x.xi, self.recipe.sigma)
-            n = len(eps)
-            sums.append((grad * n, loss * n, grad.new_full((), diverged)))
+        for particles in self.particles:
+            if particles.task is task:
+                grad, loss, diverged = particles.estimate(self.phi.detach())
+                n = len(particles.t)
+                sums.append((grad * n, loss * n, grad.new_full((), diverged)))
         return [sum(column) for column in zip(*sums, strict=True)]
 
     @torch.no_grad()
@@ -285,8 +300,6 @@ class Run(Trainer):
         status, text = subprocess.getstatusoutput(shlex.join([*git, "--exclude=*"]))
         self.commit = "unknown" if status else text
         out.mkdir(parents=True, exist_ok=True)
-        for temporary in out.glob(".checkpoint_*"):  # of a process that was killed
-            temporary.unlink(missing_ok=True)
 
     def save(self) -> None:
         """Write a checkpoint and the log."""
@@ -297,28 +310,27 @@ class Run(Trainer):
         for old in sorted(self.out.glob(f"checkpoint_*_rank{self.rank}.pt"))[:-2]:
             old.unlink()  # keep two: a rank that is killed may lack the last one
         if self.rank == 0:
-            lines = [",".join(self.rows[0]), *(",".join(map(repr, r.values())) for r in self.rows)]
-            checkpoints.write_atomically(self.out / "log.csv", "\n".join(lines) + "\n")
+            rows = [list(self.rows[0]), *(list(row.values()) for row in self.rows)]
+            write_table(self.out / "log.csv", rows)
 
     @classmethod
     def resume(cls, out: Path, device: str, **settings) -> Run:
         """Continue from the newest checkpoint of all processes. Of the settings only `steps` may
         change: it stretches the cosine of the outer learning rate to the new end."""
-        rank, world = rank_and_world()
-        names = [path.stem.split("_") for path in out.glob("checkpoint_*_rank*.pt")]
-        ranks = len({rank for _, _, rank in names})
-        if not ranks:
+        (rank, world), saved = rank_and_world(), defaultdict(set)  # steps by rank
+        for path in out.glob("checkpoint_*_rank*.pt"):
+            _, step, suffix = path.stem.split("_")
+            saved[suffix].add(step)
+        if not saved:
             raise FileNotFoundError(f"{out} has no checkpoint: start a new run.")
-        if ranks != world:
-            fix = f"resume it under torchrun --nproc-per-node {ranks}"
-            raise ValueError(f"{out} has checkpoints of {ranks} process(es): {fix}.")
-        saved_by = Counter(step for _, step, _ in names)
-        step = max((step for step, count in saved_by.items() if count == ranks), default=None)
-        if step is None:
+        if len(saved) != world:
+            fix = f"resume it under torchrun --nproc-per-node {len(saved)}"
+            raise ValueError(f"{out} has checkpoints of {len(saved)} process(es): {fix}.")
+        steps = set.intersection(*saved.values())
+        if not steps:
             raise ValueError(f"{out} has no step that all processes saved: start a new run.")
-        state = checkpoints.read(out / f"checkpoint_{step}_rank{rank}.pt")
-        same_fields = state.get("recipe", {}).keys() == Recipe.__dataclass_fields__.keys()
-        if not same_fields or "tensors" not in state:
+        state = checkpoints.read(out / f"checkpoint_{max(steps)}_rank{rank}.pt")
+        if state.get("recipe", {}).keys() != Recipe.__dataclass_fields__.keys():
             raise ValueError(f"{out} was made by other code, {state.get('commit')}: use that code.")
         for name, value in settings.items():
             if name == "steps" and value <= state["step"]:
@@ -337,11 +349,11 @@ class Run(Trainer):
 
         Ctrl-C stops after the current step, with a checkpoint.
         """
-        r, first, interrupts, stop, saved = self.recipe, self.step, [], False, time.monotonic()
+        r, first, interrupts, saved = self.recipe, self.step, [], time.monotonic()
         before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         bar = tqdm(total=r.steps, initial=first, desc=r.name, unit="step", disable=self.rank > 0)
         try:
-            while self.step < r.steps and not stop:
+            while self.step < r.steps:
                 start = time.monotonic()
                 self.rows.append(self.advance())
                 now = time.monotonic()
@@ -351,18 +363,18 @@ class Run(Trainer):
                 if self.step == first + 1 and self.rank == 0:
                     bar.write(self.forecast(now - start))
                 flags = torch.tensor([bool(interrupts), now - saved >= 60 * minutes]).int()
-                if self.world > 1:  # in all processes, or in none
+                if self.world > 1:  # all processes save and stop at the same step
                     flags = flags.to(self.phi.device)
                     dist.all_reduce(flags)
                 stop, due = flags.tolist()
                 if stop or due or self.step == r.steps:
                     self.save()
                     saved = now
+                if stop and self.step < r.steps:
+                    raise KeyboardInterrupt
         finally:
             bar.close()
             signal.signal(signal.SIGINT, before)
-        if self.step < r.steps:
-            raise KeyboardInterrupt
         if self.rank == 0:
             about = {"recipe": dataclasses.asdict(r), "command": self.command}
             about |= {"commit": self.commit, "minutes": self.seconds / 60}

@@ -35,7 +35,7 @@ class Recipe:
     seed: int = flag(0, "seed of all random numbers of the run")
     net: str = "small_fc"  # or "velo"
     mup: bool = True
-    kind: str = flag("in32_mlp", "kind of the tasks; `python tasks.py` lists them")
+    kind: str = flag("in32_mlp", "kind of the tasks (KINDS in tasks.py)")
     widths: tuple[int, ...] = flag((128, 512, 1024), "widths of the nets, one task for each")
     depth: int = flag(3, "depth of the nets")
     batch_size: int = flag(4096, "examples per inner step")
@@ -43,14 +43,10 @@ class Recipe:
     hidden_size: int = flag(32, "size of the learned optimizer's MLP (the authors': 32, VeLO: 4)")
     lstm_hidden: int = flag(128, "VeLO: size of the LSTM")
     param_inits: int = flag(64, "VeLO: size of the bank of MLPs")
-    # VeLO's factor RMS(W) on the update. DIVERGES: off in SP too, or output layers, which start at
-    # 0, never move; μP rules it out.
-    param_scale_mult: bool = False
     eps: str = flag("reference", "how epsilons scale: reference, relative or fan_in")
     eps_rms: float = flag(1e-5, "epsilon in the normalizer of the features")
     anneal: float = flag(0.0, "beyond the unroll, updates shrink as (unroll / t)^X")
     input_base: float = flag(0.0, "input size of the input rule (see README); 0: off")
-    by_channels: bool = False  # the channel rule (roles.size_factor)
     lam1: float = flag(0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO")
     pairs: int = flag(8, "antithetic pairs of perturbations per task")
     micro_batch: int = flag(4, "pairs that advance together: fewer take less memory")
@@ -69,7 +65,7 @@ class Recipe:
     tf32: bool = flag(False, "compute the nets' (not the optimizer's) matrix products in TF32")
 
     def __post_init__(self):
-        positive = "pairs micro_batch unroll shortest truncation steps batch_size sigma lr lr_end"
+        positive = "pairs micro_batch sigma unroll shortest truncation steps batch_size lr lr_end"
         for name in (*positive.split(), "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
@@ -92,6 +88,8 @@ DESK = {
     "steps": 800, "warmup": 50, "lr": 3e-3, "lr_end": 3e-4, "micro_batch": 8, "anneal": 0.5,
 }  # fmt: skip
 SP = {"mup": False, "lam1": 0.001}
+# DIVERGES: also in SP, updates are not multiplied by RMS(W) (LOConfig.param_scale_mult), because an
+# output layer, which starts at 0, would stay there.
 VELO = {"net": "velo", "lam1": 0.001, "hidden_size": 4, "truncation": 20, "steps": 45_000}
 DESK_VELO = {  # a bank of 256 as in the authors' VeLO: the MLPs of a small bank are large and noisy
     "lstm_hidden": 16, "param_inits": 256, "sigma": 0.02, "lr": 4e-3, "lr_end": 4e-4, "steps": 500,
@@ -116,19 +114,18 @@ def recipe(name: str, scale: str = "desk", **changes) -> Recipe:
     if name.endswith("_s"):
         fields["widths"] = fields.get("widths", Recipe.widths)[:1]
     r = Recipe(**(fields | changes))
-    if not r.mup:
-        return r
-    if "input_base" in changes:
-        return dataclasses.replace(r, by_channels=True)
-    groups = training.groups_of(r.tasks()[0]).values()
-    fan_in = next((group["fan_in"] for group in groups if group["kind"] == "input"), 0)
-    return dataclasses.replace(r, by_channels=True, input_base=float(fan_in))
+    if r.mup and "input_base" not in changes:
+        groups = training.groups_of(r.tasks()[0]).values()
+        fan_in = next((group["fan_in"] for group in groups if group["kind"] == "input"), 0)
+        r = dataclasses.replace(r, input_base=float(fan_in))
+    return r
 
 
 def new_lo(r: Recipe, device: str = "cpu") -> mulo.LO:
     """The learned optimizer that a run starts from."""
-    names = {field.name for field in dataclasses.fields(mulo.LOConfig)}
-    config = {k: v for k, v in vars(r).items() if k in names} | {"input_base": r.input_base or None}
+    names = mulo.LOConfig.__dataclass_fields__
+    config = {name: value for name, value in vars(r).items() if name in names}
+    config |= {"input_base": r.input_base or None, "by_channels": r.mup}
     config["t_max"] = float(r.unroll) if r.net == "small_fc" or r.anneal else None
     generator = torch.Generator().manual_seed(r.seed)
     return mulo.NETS[r.net](mulo.LOConfig(**config), generator).to(device)

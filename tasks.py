@@ -1,18 +1,14 @@
 """The tasks that learned optimizers train on: the paper's and ours, by name.
 
-    python tasks.py                        # lists every task
-    python tasks.py in32_mlp_w128_d3       # shows one: its model, data and roles
-
     task = get("fashion8_mlp_w64_d3")
     batch = task.data().batch([generator] * 16, task.batch_size)
-    params = task.init(16, generator)        # 16 nets in one dict of tensors (16, ...)
-    losses = task.losses(params, batch)      # (16,), one autograd graph, no loop
+    theta = task.init(16, generator)         # 16 nets in one dict of tensors (16, ...)
+    losses = task.losses(theta, batch)       # (16,), one autograd graph, no loop
 
 A name is kind, width and depth; any width and depth work (but a resnet always has 18 layers). The
-suffix _b16 sets the batch size to 16. The paper's kinds are in32_mlp, in64_mlp, c10_mlp, vit,
-resnet (ImageNet at 32x32) and lm (LM1B). Ours are the same models and a small conv net on data that
-needs no download (fashion, pixels, teacher), on CIFAR-10 (c10s: 16x16; c10b: 10,000 images) and on
-any text (text_lm). A task's parametrization is in `rules`: μP, SP or anything between.
+suffix _b16 sets the batch size to 16. KINDS has the paper's kinds and ours: the same models and a
+small conv net on data that needs no download (fashion, pixels, teacher), on CIFAR-10 and on any
+text. A task's parametrization is in `rules`: μP, SP or anything between.
 
 To add a kind of your own, call `register` at the top level of a script, because worker processes
 import it, and then metatrain.main() or evaluate.main(), as examples/own_task.py does:
@@ -35,7 +31,6 @@ evaluate.py's saved losses are keyed by a hash of the script (in a notebook, by 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -43,7 +38,6 @@ import hashlib
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,9 +49,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mulo.optimizees import datasets
+from mulo.optimizees.datasets import Batch
 from mulo.roles import ALL, infer_roles, initial_std, multiply_outputs_, weights_of
 
-Params = dict[str, Tensor]
+Theta = dict[str, Tensor]  # parameters of P nets by name, (P, *shape) each
 
 # ---------------------------------------------------------------- models
 # Plain PyTorch modules of any width. The only part of μP here is the scale of attention logits.
@@ -252,19 +247,19 @@ class Task:
 
     def build(self, width: int | None = None) -> nn.Module:
         """The model without multipliers, at any width: to infer roles. To train, use `model`."""
-        size = width or self.width, self.depth
-        if self.own:
-            return self.own.build(*size)
+        width, depth = width or self.width, self.depth
         logit_power = -1.0 if "multiplier" in self.rules else -0.5
+        if self.own:
+            return self.own.build(width, depth)
         if self.family == "mlp":
-            return MLP(math.prod(self.shape), self.classes, *size)
+            return MLP(math.prod(self.shape), self.classes, width, depth)
         if self.family == "vit":
-            return ViT(self.shape, self.classes, *size, self.heads, self.patch, logit_power)
+            return ViT(self.shape, self.classes, width, depth, self.heads, self.patch, logit_power)
         if self.family == "lm":
-            return LM(self.classes, self.shape[0], *size, self.heads, logit_power)
+            return LM(self.classes, self.shape[0], width, depth, self.heads, logit_power)
         if self.family == "conv":
-            return ConvNet(self.shape[0], self.classes, *size)
-        return ResNet(self.shape[0], self.classes, size[0])
+            return ConvNet(self.shape[0], self.classes, width, depth)
+        return ResNet(self.shape[0], self.classes, width)
 
     @functools.cache  # noqa: B019 (tasks are small)
     def roles(self) -> dict[str, str]:
@@ -281,52 +276,49 @@ class Task:
         multiply_outputs_(model, self.roles(), self.rules)
         return model
 
-    def init(self, particles: int, generator: torch.Generator, zero_output: bool = True) -> Params:
-        """Initial parameters of `particles` nets, (particles, ...) each, on the generator's device.
+    def init(self, P: int, generator: torch.Generator, zero_output: bool = True) -> Theta:
+        """Initial parameters of P nets, on the generator's device.
 
         Like roles.init_, but under μP all biases are N(0, 1), as in the paper's code.
         """
-        roles, params, unchanged = self.roles(), {}, []
+        theta, as_built = {}, []
         for w in weights_of(self.skeleton()):
-            std = initial_std(w, roles[w.name], self.rules, zero_output)
-            p = torch.zeros(particles, *w.param.shape, device=generator.device)
+            std = initial_std(w, self.roles()[w.name], self.rules, zero_output)
+            p = theta[w.name] = torch.zeros(P, *w.param.shape, device=generator.device)
             if std:
                 p.normal_(0, std, generator=generator)
-            elif std is None and self.own:
-                unchanged.append(w.name)
-            elif std is None:  # a norm
-                p += w.name.endswith("weight")
-            params[w.name] = p
-        for net in range(particles if unchanged else 0):  # norms and bare parameters: as built
+            elif std is None and self.own:  # norms and bare parameters
+                as_built.append(w.name)
+            elif std is None:  # norms
+                p.fill_(w.name.endswith("weight"))
+        for net in range(P if as_built else 0):
             seed = torch.randint(2**62, (), generator=generator, device=generator.device)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.default_generator.manual_seed(int(seed))
-                values = dict(self.build().named_parameters())
-                for name in unchanged:
-                    params[name][net].copy_(values[name])
-        return params
+                model = self.build()
+            for name in as_built:
+                theta[name][net] = model.get_parameter(name).detach()
+        return theta
 
     def model(self, generator: torch.Generator, zero_output: bool = True) -> nn.Module:
         """One initialized net, to train with a torch Optimizer."""
-        params = self.init(1, generator, zero_output)
+        theta = self.init(1, generator, zero_output)
         model = copy.deepcopy(self.skeleton()).to_empty(device=generator.device)
-        model.load_state_dict({name: p[0] for name, p in params.items()})
+        model.load_state_dict({name: p[0] for name, p in theta.items()})
         return model
 
     def data(self, device: str = "cpu"):
         """The data set. datasets.load documents where its files must be."""
         if self.own:
-            return _own_data(self.own, str(device))
+            return _own_data(self.own, device)
         side = self.shape[-1]  # size that images are pooled to, or sequence length
         data = datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
         if (data.shape, data.classes) != (self.shape, self.classes):
-            raise ValueError(
-                f"{self.name} takes inputs {self.shape} of {self.classes} classes, but "
-                f"{self.dataset} has {data.shape} and {data.classes}: change one of the two."
-            )
+            found = f"{self.dataset} has inputs {data.shape} and {data.classes} classes"
+            raise ValueError(f"{found}, but {self.name} takes {self.shape} and {self.classes}.")
         return data
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one net on a batch: by default the cross-entropy.
 
         Batches are (x, y), or (tokens, targets, mask); mask is False at padding, which is ignored.
@@ -338,7 +330,7 @@ class Task:
             raise ValueError(f"the loss of {self.kind} is {shape}, not a scalar: take its mean.")
         return loss
 
-    def losses(self, params: Params, batch: tuple[Tensor, ...]) -> Tensor:
+    def losses(self, theta: Theta, batch: Batch) -> Tensor:
         """The loss of each of P nets, (P,), from parameters (P, ...) and a batch (P, b, ...).
 
         Nets do not interact: differentiate the sum. An MLP takes stacked parameters, which is
@@ -347,9 +339,9 @@ class Task:
         model = partial(functional_call, self.skeleton())
         if self.family == "mlp":
             x, y = batch
-            logits = model(params, (x,))  # (P, b, classes)
+            logits = model(theta, (x,))  # (P, b, classes)
             return F.cross_entropy(logits.mT, y, reduction="none").mean(1)
-        return torch.vmap(lambda p, *b: self.loss(partial(model, p), b))(params, *batch)
+        return torch.vmap(lambda p, *b: self.loss(partial(model, p), b))(theta, *batch)
 
 
 def _cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -371,14 +363,8 @@ class Own(NamedTuple):
 
 @functools.cache
 def _own_data(own: Own, device: str):
-    """The data set of a registered kind, checked once and cached."""
-    data = own.data(device)
-    shapes = [tuple(x.shape) for x in data.batch([torch.Generator()] * 3, 2)]
-    expected = (3, 2, *data.shape)
-    if shapes[0] != expected or any(shape[:2] != (3, 2) for shape in shapes):
-        fix = f"make the inputs {expected}, then the targets (3, 2, ...)"
-        raise ValueError(f"batch(3 generators, 2) gives {shapes}: {fix}.")
-    return data
+    """The data set of a registered kind, made once."""
+    return own.data(device)
 
 
 # The paper's kinds, then ours: on data that needs no download, and on data in $MULO_DATA.
@@ -406,24 +392,16 @@ KINDS = {
     "c10b_mlp": Task("mlp", "cifar10k", (3, 32, 32), 10, 64),
     "c10s_conv": Task("conv", "cifar10k", (3, 16, 16), 10, 64),
     "c10s_vit": Task("vit", "cifar10k", (3, 16, 16), 10, 64, patch=4),
-    "c10_vit": Task("vit", "cifar10", (3, 32, 32), 10, 128, patch=4),
-    "c10_resnet": Task("resnet", "cifar10", (3, 32, 32), 10, 128),
     "text_lm": Task("lm", "text:input.txt", (64,), 256, 64),
 }
-HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # by width
-MLP_WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-# The paper mislabels a row of the c10_mlp tasks: width 1024 is meant.
-WIDTHS = {"in32_mlp": MLP_WIDTHS, "in64_mlp": MLP_WIDTHS[:-1], "c10_mlp": MLP_WIDTHS}
-WIDTHS |= {"vit": HEADS, "lm": HEADS}
+# The paper's widths: 128 to 8192 for MLPs (to 4096 on 64x64 images), 128 to 2048 for the ResNet,
+# these for the ViT and the LM; depth 3. Its table mislabels a row of c10_mlp: width 1024 is meant.
+HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # of attention, by width
 DEEP = {  # the paper's deep tasks, and where they differ from their kind
     "in32_mlp_w1024_d16": {"batch_size": 128},
     "vit_w1024_d16": {"batch_size": 128, "heads": 3},
     "lm_w1024_d16": {"batch_size": 128, "heads": 3},
 }
-PAPER = [f"{kind}_w{w}_d3" for kind, widths in WIDTHS.items() for w in widths]
-PAPER += [*DEEP, *(f"resnet_w{w}" for w in (128, 256, 512, 1024, 2048))]
-DESK = [f"{kind}_mlp_w{w}_d3" for kind in ("fashion", "fashion8", "teacher") for w in (16, 32, 64)]
-DESK += ["fashion_vit_w32_d3", "pixels_lm_w32_d3", "fashion_resnet_w64", "fashion_conv_w32_d3"]
 
 
 def register(
@@ -452,7 +430,7 @@ def get(name: str, **changes) -> Task:
     match = re.fullmatch(r"(.+?)_w(\d+)(?:_d(\d+))?(?:_b(\d+))?", name)
     if not match:
         example = "a name is kind, width and depth, such as fashion8_mlp_w64_d3"
-        raise ValueError(f"unknown task {name!r}: {example}; `python tasks.py` lists them.")
+        raise ValueError(f"unknown task {name!r}: {example}.")
     if match[1] not in KINDS:
         raise ValueError(f"unknown kind {match[1]!r}: use one of {', '.join(KINDS)}.")
     kind, width, depth = KINDS[match[1]], int(match[2]), int(match[3] or 18)
@@ -460,16 +438,16 @@ def get(name: str, **changes) -> Task:
     if not match[3] and not resnet:
         raise ValueError(f"{name!r} has no depth: use {name}_d3.")
     name = f"{match[1]}_w{width}" + ("" if resnet else f"_d{depth}")
+    fields = {"name": name, "width": width, "depth": depth} | DEEP.get(name, {})
     if match[4]:
-        name, changes = f"{name}_b{match[4]}", {"batch_size": int(match[4])} | changes
-    fields = {"name": name, "width": width, "depth": depth}
+        fields |= {"name": f"{name}_b{match[4]}", "batch_size": int(match[4])}
     if kind.own:
         data = _own_data(kind.own, "cpu")
         fields |= {"shape": tuple(data.shape), "classes": data.classes}
     if kind.family in ("vit", "lm"):  # not one of the paper's: the fewest heads of size 64 or less
         fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
-        fields["heads"] = HEADS.get(width) or next(fitting, 1)
-    task = dataclasses.replace(kind, **(fields | DEEP.get(name, {}) | changes))
+        fields = {"heads": HEADS.get(width) or next(fitting, 1)} | fields
+    task = dataclasses.replace(kind, **(fields | changes))
     if resnet and (task.width % 32 or task.depth != 18):
         raise ValueError(f"{name}: a resnet's width is a multiple of 32, its depth 18.")
     width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1
@@ -477,39 +455,10 @@ def get(name: str, **changes) -> Task:
         raise ValueError(f"{name} is too small: use w{width}_d{depth} or more, b1 or more.")
     if task.own and task.split != "all":
         raise ValueError(f"{task.kind} is registered, so it has no test data: drop --test.")
-    if task.loss_bound is None and not task.classes:
-        raise ValueError(f"{task.kind} has no classes: give tasks.register a loss_bound.")
-    bound = 1.5 * math.log(task.classes) if task.loss_bound is None else task.loss_bound
-    if not 0 < bound < math.inf:
-        raise ValueError(f"loss_bound must be a number above 0, not {bound!r}.")
-    return dataclasses.replace(task, loss_bound=bound, rules=tuple(task.rules))
-
-
-def _list() -> None:
-    for title, names in (("Desk tasks, on embedded data", DESK), ("The paper's tasks", PAPER)):
-        print(f"{title}\n{'name':24}{'data':13}{'parameters':>13}{'batch':>7}{'heads':>7}")
-        for task in map(get, names):
-            size = sum(p.numel() for p in task.skeleton().parameters())
-            print(f"{task.name:24}{task.dataset:13}{size:13,}{task.batch_size:7}{task.heads:7}")
-        print()
-    print(f"Any width and depth of these kinds: {', '.join(KINDS)}")
-
-
-def _show(task: Task) -> None:
-    print(f"{task}\n\n{'parameter':32}{'shape':>20}  role     fan_in")
-    for w in weights_of(task.skeleton()):
-        print(f"{w.name:32}{tuple(w.param.shape)!s:>20}  {task.roles()[w.name]:8} {w.fan_in}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The tasks that learned optimizers train on.")
-    parser.add_argument("name", nargs="?", help="the task to show (default: list all)")
-    name = parser.parse_args().name
-    try:
-        _show(get(name)) if name else _list()
-    except ValueError as error:
-        sys.exit(f"tasks.py: {error}")
-
-
-if __name__ == "__main__":
-    main()
+    if task.loss_bound is None:
+        if not task.classes:
+            raise ValueError(f"{task.kind} has no classes: give tasks.register a loss_bound.")
+        return dataclasses.replace(task, loss_bound=1.5 * math.log(task.classes))
+    if not 0 < task.loss_bound < math.inf:
+        raise ValueError(f"loss_bound must be a number above 0, not {task.loss_bound!r}.")
+    return task

@@ -27,8 +27,8 @@ from mulo.features import Numbers, Phi, trailing
 from mulo.optimizees import datasets
 from mulo.optimizees.datasets import Batch
 from mulo.roles import ALL, group_options, layer_outputs, size_factor, weights_of
+from mulo.tasks import Theta
 
-Theta = dict[str, Tensor]  # (P, *shape) each
 State = dict  # of tensors (P, ...), possibly nested
 TEST_SIZE, TEST_TIMES = 2000, 10  # examples in the test loss; evaluations of it during a run
 
@@ -44,8 +44,7 @@ def gradients(task: tasks.Task, theta: Theta, batch: Batch, tf32=False) -> tuple
 
 def groups_of(task: tasks.Task) -> dict[str, dict]:
     """roles.group_options (the μP factor and more) of each parameter, under the task's rules."""
-    roles = task.roles()
-    weights = weights_of(task.skeleton())
+    roles, weights = task.roles(), weights_of(task.skeleton())
     return {w.name: group_options(w, roles[w.name], task.rules) for w in weights}
 
 
@@ -55,17 +54,17 @@ class Learned:
     def __init__(
         self, config: LOConfig, task: tasks.Task, device: str = "cpu", backend: str = "auto"
     ):
-        self.config, device = config, torch.device(device)
-        self.backend = kernels.choose(backend, config, device)
+        self.config, self.device = config, torch.device(device)
+        self.backend = kernels.choose(backend, config, self.device)
         self.dims, scale, eps_scale, skeleton = {}, [], [], task.skeleton()
         for name, g in groups_of(task).items():
             shape = tuple(skeleton.get_parameter(name).shape)
             self.dims[name] = features.factored_dims(shape, g["out_axis"])
             scale.append(g["scale"] * size_factor(g["kind"], g["fan_in"], g["area"], config))
             eps_scale.append(1 / g["fan_in"] if config.eps == "fan_in" else 1.0)
-        fixed = [scale, [0.0] * len(scale), eps_scale]
-        self.fixed = torch.tensor(fixed).unsqueeze(1)  # (3, 1, T): all but t
-        self.device, self._stacks = device, {}
+        no_decay = [0.0] * len(scale)
+        self.fixed = torch.tensor([scale, no_decay, eps_scale]).unsqueeze(1)  # (3, 1, T)
+        self._stacks: dict[str, Stack] = {}
 
     def init(self, theta: Theta, phi: Phi, num_steps: Tensor) -> State:
         """The initial state; VeLO's depends on num_steps, (P,) on the CPU."""
@@ -109,8 +108,8 @@ class Learned:
             weights = self._generate(weights, state, stacks, losses, t)
             scale = scale * features.annealing(t, self.config.t_max, self.config.anneal)
         numbers = Numbers(*(x.numpy() for x in (t, scale, decay, eps_scale)))
-        in_order = [grads[name] for name in self.dims]
-        mulo.advance_(self.config, self.backend, weights, stacks, in_order, numbers)
+        grads = [grads[name] for name in self.dims]
+        mulo.advance_(self.config, self.backend, weights, stacks, grads, numbers)
 
     def _stack(self, name: str, state: State, theta: Theta) -> Stack:
         """The nets' tensors of one name, cached until they are replaced."""
@@ -124,7 +123,7 @@ class Learned:
         self, phi: Phi, state: State, stacks: list[Stack], losses: Tensor, t: Tensor
     ) -> Weights:
         """VeLO: generate each tensor's MLP and alpha, and update the LSTM in `state`."""
-        config, memory = self.config, state["losses"]
+        config = self.config
         statistics = mulo.statistics_of(config, self.backend, stacks)
         ranks = features.rank_one_hot([x.p.shape[1:] for x in stacks], self.device)
         x_tensor = features.tensor_features(statistics, ranks)
@@ -132,7 +131,7 @@ class Learned:
         x_time = features.fraction_features(t, state["num_steps"], config.spec)
         inputs = state["decays"], x_time, x_tensor, state["hidden"], state["cell"]
         state["losses"], state["hidden"], state["cell"], packed, alpha = mulo.generate(
-            phi, memory, losses, *inputs
+            phi, state["losses"], losses, *inputs
         )
         if config.param_scale_mult:
             alpha = alpha * features.param_scale(statistics[..., 0])
@@ -165,17 +164,16 @@ class Adam:
 
     def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
         """One step of every net, in place; t is 0 at the first."""
-        rates, b1s, b2s, weight_decay = self.numbers
-        rate, root = lr * rates / (1 - b1s ** (t + 1)), (1 - b2s ** (t + 1)).sqrt()
+        rate, b1, b2, weight_decay = self.numbers  # (P,) each
+        rate, shrink = lr * rate / (1 - b1 ** (t + 1)), 1 - lr * rate * weight_decay
+        numbers = rate, b1, b2, (1 - b2 ** (t + 1)).sqrt(), shrink
         for name, p in theta.items():
             g, (m, v) = grads[name], state[name]
-            b1, b2, rate_, root_ = (
-                trailing(x, p.ndim) for x in (b1s, b2s, rate * self.groups[name]["scale"], root)
-            )
+            rate, b1, b2, root, shrink = (trailing(x, p.ndim) for x in numbers)  # (P, 1, ...) each
             m.lerp_(g, 1 - b1)
             v.mul_(b2).addcmul_(g, g * (1 - b2))
-            p.mul_(1 - trailing(lr * rates * weight_decay, p.ndim))
-            p.sub_(rate_ * m / ((v.sqrt() / root_).add_(self.eps)))
+            p.mul_(shrink)
+            p.sub_(rate * self.groups[name]["scale"] * m / ((v.sqrt() / root).add_(self.eps)))
 
 
 def orthogonalise(d: Tensor) -> Tensor:
@@ -237,7 +235,6 @@ def train(
     callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
     num_steps: int | None = None,  # length of the run for VeLO, if not `steps`
     data_seeds: list[int] | None = None,  # of batches; None: continue with the init generators
-    backend: str = "auto",
 ) -> Tensor:
     """Train `copies` nets from each seed. Returns losses of shape (steps, copies * seeds).
 
@@ -251,15 +248,15 @@ def train(
     theta = {k: torch.cat([x[k] for x in inits] * copies).to(device) for k in inits[0]}  # (P, ...)
     data, P = task.data(device=device), copies * len(seeds)
     if isinstance(optimizer, LO):
-        optimizer = optimizer.with_config(anneal=0.0) if schedule else optimizer
-        opt = Learned(optimizer.config, task, device, backend)
+        if schedule:
+            optimizer = optimizer.with_config(anneal=0.0)
+        opt = Learned(optimizer.config, task, device)
         phi = {k: w.to(device) for k, w in mulo.stacked(optimizer).items()}
         state = opt.init(theta, phi, torch.full((P,), float(num_steps or steps)))
         weights = opt.prepare(phi)
     else:
         opt = optimizer(task)
         state = opt.init(theta)
-    # One tensor for all steps: small tensors that outlive a step would fragment the heap.
     history = torch.full((steps, P), math.nan, device=device)
     for t in range(steps):
         if callback:

@@ -149,7 +149,7 @@ class Tokens(Examples):
 
 @dataclasses.dataclass
 class Teacher:
-    """A procedural data set: x_k ~ N(0, s_k^2), y ~ softmax(temperature * MLP(x)).
+    """A procedural data set: x_k ~ N(0, s_k^2), y ~ softmax(6 MLP(x)).
 
     s_k is proportional to k^-alpha, with mean(s^2) = 1. The MLP has two hidden tanh layers and
     random weights. Labels are sampled, so no loss reaches 0. Examples never repeat.
@@ -159,7 +159,6 @@ class Teacher:
     classes: int = 10
     seed: int = 0
     alpha: float = 0.5
-    temperature: float = 6.0
     device: torch.device | str = "cpu"
 
     def __post_init__(self):
@@ -175,7 +174,7 @@ class Teacher:
         """log p(y | x), (..., classes), for inputs x (..., dim)."""
         for w in self._weights[:-1]:
             x = torch.tanh(x @ w)
-        return torch.log_softmax(self.temperature * (x @ self._weights[-1]), -1)
+        return torch.log_softmax(6.0 * (x @ self._weights[-1]), -1)
 
     def batch(self, generator: Generators, size: int) -> Batch:
         """x ([len,] size, dim) float32 and y ([len,] size)."""
@@ -273,10 +272,9 @@ Arrays = tuple[np.ndarray, np.ndarray]  # images (N, C, H, W) uint8, labels (N,)
 
 def _find(name: str, folder: Path, files: list[str]) -> list[Path]:
     """Paths of these files of the data set `name`; all must exist."""
-    missing = [file for file in files if not (folder / file).is_file()]
-    if missing:
-        names = ", ".join(missing) if len(missing) < 11 else f"{missing[0]} to {missing[-1]}"
-        raise FileNotFoundError(f"{name}: {folder} lacks {names}: {HOW_TO_GET[name]}.")
+    for file in files:
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{name}: {folder} lacks {file}: {HOW_TO_GET[name]}.")
     return [folder / file for file in files]
 
 
