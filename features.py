@@ -156,11 +156,11 @@ _shards = None  # how the tensor being stepped is sharded; None: it is whole
 def over_shards(means):
     """Make mean_along and mean_all average over all shards. `means`: kernels.sharded.Means."""
     global _shards
-    before, _shards = _shards, means
+    _shards = means
     try:
         yield
     finally:
-        _shards = before
+        _shards = None
 
 
 def sharded_axis() -> int | None:
@@ -185,11 +185,6 @@ def mean_over(x: Tensor, keep: int) -> Tensor:
 def safe(x: Tensor, factor: float = 1.0) -> Tensor:
     """A nonzero divisor: factor * x, or 1 where x counts as zero."""
     return torch.where(x <= TINY, torch.ones_like(x), factor * x)
-
-
-def divide(x: Tensor, unit: Tensor | None) -> Tensor:
-    """x / unit, or x itself if unit is None."""
-    return x if unit is None else x / unit
 
 
 # ---------------------------------------------------------------- accumulators
@@ -285,12 +280,12 @@ def parameter_features(
     x = {"g": g}
     if kind != "small_fc":
         x["clip(g)"] = g.clamp(-0.1, 0.1)
-    x |= {"p": p, "M": M, "V": divide(V, e.unit_V), "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V}
-    x["g*F"] = g * F_g
+    x |= {"p": p, "M": M, "V": V, "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V, "g*F": g * F_g}
     if kind == "velo":
         x["g/sqrt(V)"] = g * by_V
-    x |= {"r": divide(r, e.unit_r), "c": divide(c, e.unit_r)}
-    x |= {"1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
+    x |= {"r": r, "c": c, "1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
+    if eps.mode == "relative":
+        x |= {"V": V / e.unit_V, "r": r / e.unit_r, "c": c / e.unit_r}
     x["M*F"] = M * F_m
     return x
 
@@ -310,10 +305,10 @@ def feature_names(kind: str) -> tuple[str, ...]:
 
 
 class Epsilons(NamedTuple):
-    """Divisors of V, r and c, and epsilons inside square roots; (S, 1, ...) or a number."""
+    """Epsilons inside square roots, (S, 1, ...) or a number; in relative mode also units."""
 
-    unit_V: Tensor | None  # V is divided by this before the network sees it
-    unit_r: Tensor | None  # so are r and c
+    unit_V: Tensor | None  # the network sees V / unit_V
+    unit_r: Tensor | None  # and r / unit_r, c / unit_r
     M: Tensor | float  # added to V in M / sqrt(V)
     V: Tensor | float  # added to V in 1 / sqrt(V)
     r: Tensor | float  # added to r and c in 1 / sqrt(r), 1 / sqrt(c)

@@ -151,23 +151,16 @@ def advance_(
 
 
 def statistics_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
-    """features.tensor_statistics of T stacks, (P, T, 8), on the first one's device: by a kernel in
-    one pass per device, else stack by stack."""
-    by_index, first = {}, stacks[0].p.device
-    for device in dict.fromkeys(x.p.device for x in stacks):
-        fast = [n for n, x in enumerate(stacks) if x.p.device == device and x.rows is not None]
-        if fast and kernels.choose(backend, config, device) == "kernel":
-            rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
-            statistics = kernels.statistics(config, rows, params)
-            if len(fast) == len(stacks):
-                return statistics
-            by_index |= zip(fast, statistics.unbind(1), strict=True)
-    slow = {n: x for n, x in enumerate(stacks) if n not in by_index}
+    """features.tensor_statistics of T stacks, (P, T, 8), on the first one's device: by a kernel if
+    it can take them all, else stack by stack."""
+    device = stacks[0].p.device
+    if all(x.rows is not None and x.p.device == device for x in stacks):
+        if kernels.choose(backend, config, device) == "kernel":
+            return kernels.statistics(config, [x.rows for x in stacks], [x.p for x in stacks])
     pure = features.tensor_statistics
-    by_index |= sharded.replay(
-        {n: (partial(pure, x.p, *x.acc[:2]), x.shards) for n, x in slow.items()}
-    )
-    return torch.stack([by_index[n].to(first, torch.float32) for n in range(len(stacks))], 1)
+    functions = {n: (partial(pure, x.p, *x.acc[:2]), x.shards) for n, x in enumerate(stacks)}
+    by_index = dict(sharded.replay(functions))
+    return torch.stack([by_index[n].to(device, torch.float32) for n in range(len(stacks))], 1)
 
 
 # ---------------------------------------------------------------- the Optimizer
@@ -235,16 +228,15 @@ class MuLO(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         given = dict(param_group)
-        params = param_group.get("params")
-        first = params[0] if isinstance(params, list) and params else params
-        if isinstance(first, Tensor) and first.is_cpu and self.backend in ("auto", "kernel"):
-            kernels.start_build(self.lo.config)  # compiles while torch's lazy imports run
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            roles.check_group(self.param_groups[-1])
+            roles.check_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
+        if self.backend in ("auto", "kernel") and any(p.is_cpu for p in group["params"]):
+            kernels.start_build(self.lo.config)  # compiles in the background
         for doubt in roles.doubts(given, self.lo.mup, self.defaults):
             self._warn_once(doubt)
 

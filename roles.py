@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from numbers import Real
 from typing import NamedTuple
 
@@ -45,9 +45,8 @@ ALL = Rule._fields  # rules=ALL is μP, rules=() is SP, rules=("init", "update")
 
 def power(role: str, rule: str, rules: Iterable[str]) -> int:
     """A rule's power of fan_in for a role; SP's if the rule is not among `rules`."""
-    unknown = set(rules) - set(ALL)
-    if unknown:
-        raise ValueError(f"unknown rules {sorted(unknown)}: use any of {ALL}.")
+    if unknown := sorted(set(rules) - set(ALL)):
+        raise ValueError(f"unknown rules {unknown}: use any of {ALL}.")
     return getattr(RULES[role] if rule in rules else SP, rule)
 
 
@@ -236,22 +235,22 @@ def _set_divisors(model: nn.Module, divisors: dict[nn.Module, int], rescale: boo
     """Divide the outputs of these layers only; with `rescale`, keep the model's function."""
     factors = {m: divisors.get(m, 1) / divisor_of(m) for m in model.modules()}
     params = {p: k for m, k in factors.items() if k != 1 for p in m.parameters(recurse=False)}
-    for name, m in model.named_modules():
-        tied = factors[m] == 1 and any(p in params for p in m.parameters(False) if p.ndim > 1)
-        if rescale and tied:
-            fix = "head.weight = nn.Parameter(head.weight.detach().clone())"
-            raise ValueError(f"{name!r} is tied to an output layer: untie them first ({fix}).")
-    if "torch._dynamo" in sys.modules and any(factors[m] != 1 for m in divisors):
+    if rescale:
+        for name, m in model.named_modules():
+            if factors[m] == 1 and any(p in params for p in m.parameters(False) if p.ndim > 1):
+                fix = "head.weight = nn.Parameter(head.weight.detach().clone())"
+                raise ValueError(f"{name!r} is tied to an output layer: untie them first ({fix}).")
+        for p, factor in params.items():
+            p.mul_(factor)
+    if params and "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # code that is compiled already would not call new hooks
     for m in factors:
-        for key, hook in list(m._forward_hooks.items()):
-            if hook is divide_output:
-                del m._forward_hooks[key]
+        hooks = m._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook is divide_output]:
+            del hooks[key]
         if m in divisors:
             m.output_divisor = divisors[m]
             m.register_forward_hook(divide_output)
-    for p, factor in params.items() if rescale else ():
-        p.mul_(factor)
 
 
 class Readout(nn.Linear):
@@ -345,7 +344,6 @@ def fold_outputs_(model: nn.Module) -> nn.Module:
     return model
 
 
-@cache
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     """The factor on the update by two rules that the paper does not have (DIVERGES).
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mulo import features
 
-K, T = TypeVar("K"), TypeVar("T")
+T = TypeVar("T")
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -44,7 +44,7 @@ class Means:
     def __init__(self, shards: Shards):
         self.axis, self.group = shards
         self.known: list[Tensor] = []
-        self.asked, self.sums = 0, None
+        self.asked = 0
 
     def mean(self, x: Tensor, axis: int) -> Tensor:
         """The mean along an axis, which stays with size 1, over all shards: also where x is the
@@ -52,12 +52,12 @@ class Means:
         self.asked += 1
         if self.asked > len(self.known):
             self.sums = x.sum(axis, keepdim=True)
-            self.count = x.numel() / max(1, self.sums.numel())
+            self.count = x.shape[axis]
             raise Unknown
         return self.known[self.asked - 1]
 
 
-def replay(functions: dict[K, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[K, T]]:
+def replay(functions: dict[int, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[int, T]]:
     """Yield (key, result) of each function as it completes. Shards is None: not sharded."""
     waiting = {k: (f, Means(shards)) for k, (f, shards) in functions.items() if shards}
     yield from ((k, f()) for k, (f, shards) in functions.items() if not shards)
@@ -122,11 +122,7 @@ def local(x: Tensor) -> Tensor:
 def local_grad(p: Tensor) -> Tensor:
     """The gradient of this process's part of a parameter."""
     g = p.grad
-    if not is_dtensor(g):
-        return g
-    return (
-        g if g.placements == p.placements else g.redistribute(placements=p.placements)
-    ).to_local()
+    return g.redistribute(placements=p.placements).to_local() if is_dtensor(g) else g
 
 
 def like(p: Tensor, x: Tensor, averaged: int | None) -> Tensor:
