@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -33,12 +34,8 @@ def installed(tmp_path_factory):
     """A folder with the wheel in it, and stand-ins for packages that have names of our files."""
     folder = tmp_path_factory.mktemp("site packages")
     source = tmp_path_factory.mktemp("source")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    names = listed.stdout.split() if listed.returncode == 0 else []
-    for name in names or [p.relative_to(ROOT) for p in ROOT.rglob("*") if ".venv" not in p.parts]:
-        if (ROOT / name).is_file() and Path(name).parts[0] not in ("tests", "examples"):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+    others = shutil.ignore_patterns(".*", "__pycache__", "tests", "examples", "runs", "build")
+    shutil.copytree(ROOT, source, ignore=others, dirs_exist_ok=True)
     flags = "--no-deps", "--no-build-isolation", "--no-index", "--quiet"
     python("-m", "pip", "wheel", *flags, ".", "-w", folder, cwd=source)
     [wheel] = folder.glob("*.whl")
