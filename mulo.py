@@ -360,9 +360,7 @@ class MuLO(torch.optim.Optimizer):
             dims = features.factored_dims(tuple(p.shape), group["out_axis"])
             roles.check_shape(p, group)
             shards = sharded.shards_of(p, roles.name_of(p, group))
-            if shards and self.backend == "kernel":
-                raise ValueError('kernels do not take sharded parameters: pass backend="auto".')
-            if shards and self.backend == "auto":
+            if shards and self.backend in ("auto", "kernel"):
                 self._warn_once(
                     "MuLO steps sharded parameters without a kernel, several times slower: "
                     'pass backend="folded" to silence this warning.'
@@ -374,11 +372,11 @@ class MuLO(torch.optim.Optimizer):
 
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
         """The initial state of a parameter: zero accumulators, and for VeLO the LSTM's state."""
-        part, dims = sharded.local(p), features.factored_dims(tuple(p.shape), out_axis)
-        acc = features.init_accumulators(part.new_empty((1, *(part.shape or (1,)))), dims)
+        dims = features.factored_dims(tuple(p.shape), out_axis)
+        shapes = features.accumulator_shapes((1, *(p.shape or (1,))), dims)
         d1, d0 = dims or (None, None)
-        averaged = {"r": d0, "c": d1}
-        state = {k: sharded.like(p, x[0], averaged.get(k)) for k, x in acc._asdict().items()}
+        named = zip(Accumulators._fields, shapes, (None, None, d0, d1), strict=True)
+        state = {k: sharded.zeros(p, shape[1:], averaged) for k, shape, averaged in named}
         state["c"] = state["r" if dims is None else "c"]  # equal in vectors: one array
         if isinstance(self.lo, VeLO):
             for k, x in (("h", self.lo.hidden0[0]), ("cell", self.lo.cell0[0])):

@@ -125,21 +125,17 @@ def local_grad(p: Tensor) -> Tensor:
     return g.redistribute(placements=p.placements).to_local() if is_dtensor(g) else g
 
 
-def like(p: Tensor, x: Tensor, averaged: int | None) -> Tensor:
-    """State x of this process's part of p, as a DTensor that is sharded as p is.
+def zeros(p: Tensor, shape: tuple[int, ...], averaged: int | None) -> Tensor:
+    """Float32 zeros for the state of p; if p is a DTensor, sharded as p is.
 
-    The last axes of x are those of p; the averaged one, counted from the end, is not sharded.
+    The last axes of `shape` are those of p; the averaged one, counted from the end, is not sharded.
     """
     if not is_dtensor(p):
-        return x
-    tensor, placements, lead = sys.modules["torch.distributed.tensor"], [], x.ndim - p.ndim
+        return torch.zeros(shape, dtype=torch.float32, device=p.device)
+    tensor, placements = sys.modules["torch.distributed.tensor"], []
     for place in p.placements:
-        axis = place.dim % p.ndim if place.is_shard() else None
-        split = axis is not None and axis - p.ndim != averaged
-        placements.append(tensor.Shard(lead + axis) if split else tensor.Replicate())
-    shape = [1 if k - p.ndim == averaged else n for k, n in enumerate(p.shape)]
-    shape = torch.Size([*x.shape[:lead], *(shape if p.ndim else x.shape[lead:])])
-    stride = torch.empty(shape, device="meta").stride()
-    return tensor.DTensor.from_local(
-        x, p.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+        axis = place.dim % p.ndim - p.ndim if place.is_shard() else averaged
+        split = axis != averaged
+        placements.append(tensor.Shard(axis + len(shape)) if split else tensor.Replicate())
+    options = {"device_mesh": p.device_mesh, "placements": placements}
+    return tensor.zeros(shape, dtype=torch.float32, **options)
