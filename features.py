@@ -1,8 +1,7 @@
 """The inputs of a learned optimizer: accumulators, per-parameter and per-tensor features.
 
 Pure functions of tensors; no network, no μP, no Optimizer. Paper: appendix A.1 ("input, output,
-update and scaling") and the three feature tables. Read this file first, then `nets.py` (the
-networks), `mulo.py` (the step, the Optimizer) and `roles.py` (μP).
+update and scaling") and the three feature tables.
 
 Symbols (paper -> code) and shapes. S tensors of equal shape are stacked along the first axis: the
 particles of meta-training, or one tensor of a model (S = 1). `shape` is one tensor's own shape.
@@ -210,9 +209,8 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
     """1 - beta, with beta = 1 - exp(10 (log(1 - beta0)/10 + o)) and the offset o learned.
 
     DIVERGES: the paper only says that the betas are learned; this is the reference's form. Betas of
-    V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. Like the
-    reference, this rounds beta to float32 before it computes 1 - beta, which for beta = 0.999 is
-    an error of 5e-5.
+    V, r and c are clipped to [0, 1], those of M are not. Like the reference, this rounds beta to
+    float32 before it computes 1 - beta: an error of 5e-5 for beta = 0.999.
     """
     beta0 = constant(beta0, offset.dtype, offset.device)
     beta = 1 - (10 * ((1 - beta0).log() / 10 + offset)).exp()
@@ -274,8 +272,8 @@ def parameter_features(
     M, r, c = acc.M, acc.r, acc.c
     p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
     e = epsilons(V, r, eps)
-    by_V = (V + e.M).rsqrt()  # in M/sqrt(V) and g/sqrt(V)
-    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()  # in 1/sqrt(V)
+    by_V = (V + e.M).rsqrt()
+    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()
     F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
     x = {"g": g}
     if kind != "small_fc":

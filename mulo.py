@@ -5,9 +5,8 @@
     opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.load("mulo_m"))
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
-This file has the step as in the paper (eq. 2 and 3), the Optimizer, and all public names.
-`features.py` computes what the networks see, `nets.py` has the networks, `roles.py` the rules of
-μP, `checkpoints.py` the files. `kernels/` has the same step made fast.
+This file has the step as in the paper (eq. 2 and 3), the Optimizer, and all public names;
+`kernels/` has the same step made fast.
 
 Shapes: a step works on S tensors of equal shape, stacked. `advance_` steps P nets (the particles of
 meta-training; 1 in MuLO) of T tensors each: T stacks with S = P.

@@ -66,7 +66,7 @@ class Weight(NamedTuple):
     module: nn.Module  # its owner
     kind: str  # "layer" (multiplies its input), "table" (is looked up), "vector" or "bare"
     out_axis: int  # of fan_out: 0 in torch's (out, in, ...), 1 in tables and transposed convs
-    layers: list[nn.Module]  # that multiply by it; also of a table that a readout is tied to
+    layers: list[nn.Module]  # those that multiply by it; of a table, the readouts tied to it
 
     @property
     def groups(self) -> int:
@@ -95,7 +95,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _kind_and_axis(module: nn.Module, leaf: str, p: nn.Parameter) -> tuple[str, int]:
-    """A parameter's kind and fan_out axis; a module's `out_axis` says it for its bare matrices."""
+    """A parameter's kind and fan_out axis; `out_axis` on its module makes a bare matrix a layer."""
     if p.ndim < 2 or isinstance(module, NORMS):
         return "vector", 0
     if isinstance(module, TABLES):
@@ -257,9 +257,8 @@ class Readout(nn.Linear):
     """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off.
 
     Any readout can be tied to an embedding E: `head.weight = tokens.weight`. One rule fits both
-    uses. As a table, E has O(1) entries that move by O(1). As a readout, E x / N is a mean of N
-    products, which a step correlates: it moves by O(1) if E moves by O(1). So a tied weight is an
-    output that starts as N(0, 1), not as zeros.
+    uses: the table needs entries of O(1) that move by O(1), and so does the readout E x / N, a mean
+    of N products that a step correlates. So a tied weight is an output that starts as N(0, 1).
     """
 
     def __init__(self, *args, **kwargs):
@@ -281,7 +280,8 @@ def init_(
     Output weights: zeros, or N(0, 1) if not zero_output (DIVERGES: N(0, 1) is the paper's rule,
     zeros are in its experiments) or tied to an embedding. Biases of layers are input weights of
     fan_in 1: N(0, 1), but (DIVERGES) biases that are zero stay zero. Without the rule "init", as in
-    SP, all biases become zero. Norms, bare input parameters and `padding_idx` rows are unchanged.
+    SP, all biases become zero. Norms and bare input parameters keep their values; `padding_idx`
+    rows are zero.
     The division is a forward hook; the model's code and state_dict do not change.
     """
     rules = tuple(rules)
@@ -410,7 +410,7 @@ def warn(message: str) -> None:
 
 
 def doubts(group: dict, mup: bool | None, defaults: dict) -> Iterator[str]:
-    """Say what looks wrong in a group. mup: whether lo was meta-trained under μP, if known."""
+    """Yield warnings about a group. mup: whether lo was meta-trained under μP, None if unknown."""
     if mup and "scale" not in group:
         yield "this LO was meta-trained under μP: use mulo.init_ and mulo.param_groups."
     if mup is False and group.get("scale", 1) != 1:
@@ -436,14 +436,14 @@ def check_group(group: dict) -> None:
 
 
 def check_shape(p: Tensor, group: dict) -> None:
-    """Raise if `param_groups` saw no such shape. ZeRO reorders params, so not by position."""
+    """Raise if `param_groups` saw no parameter of this shape (ZeRO may have reordered them)."""
     shape = tuple(p.shape)
     if shape not in map(tuple, group.get("shapes", [shape])):  # loaded shapes may be lists
         raise ValueError(f"{shape} is a part of a parameter: use fully_shard (FSDP2), not FSDP1.")
 
 
 def annealed_to(group: dict) -> int:
-    """The time up to which updates are annealed: t, or that of the last step that annealed."""
+    """The time to which updates are annealed: t, or that of the last step without a schedule."""
     driven = "initial_lr" in group or group["lr"] != 1  # torch's schedulers set initial_lr
     return group.get("annealed_to", 0) if driven else group["step"]
 
