@@ -395,8 +395,8 @@ class LossBuffer(NamedTuple):
 
 
 def init_loss_buffer(*batch: int, device: torch.device | str | None = None) -> LossBuffer:
-    z = torch.zeros(*batch, 10, dtype=torch.float32, device=device)
-    return LossBuffer(z, z + 999999999999.0, z[..., 0].clone())
+    zero = torch.zeros(*batch, 10, dtype=torch.float32, device=device)
+    return LossBuffer(zero, zero + 999999999999.0, zero[..., 0].clone())
 
 
 def pack_loss_buffer(buffer: LossBuffer) -> Tensor:
@@ -430,11 +430,11 @@ def loss_features(
     """
     finite, loss = (loss.abs() < math.inf).unsqueeze(-1), loss.unsqueeze(-1)
     n = buffer.count.unsqueeze(-1) + finite
-    by = 1 - decay**n
-    largest = torch.where(n == 1, loss, (buffer.means / by).amax(-1, True))
+    correction = 1 - decay**n  # as Adam's bias correction
+    largest = torch.where(n == 1, loss, (buffer.means / correction).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
     means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
-    ema = means / by
+    ema = means / correction
     low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1
     x = x.clamp(-1, 1).masked_fill(n <= 2, 0.0)

@@ -93,8 +93,8 @@ class Stack:
 
 
 class Weights:
-    """Weights for P nets of T tensors: an MLP per net, phi (P | 1, ...), or VeLO's, one per tensor:
-    packed (P, T, N) and alpha (P, T), from `generate`."""
+    """The MLPs of P nets of T tensors. small_fc: one per net, phi (P | 1, ...). VeLO: one per
+    tensor, packed (P, T, N), and alpha (P, T), from `generate`."""
 
     def __init__(self, config: LOConfig, phi: Phi | Tensor, backend: str, alpha=None):
         self.packed = phi if isinstance(phi, Tensor) else None
@@ -153,9 +153,9 @@ def statistics_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor
     """features.tensor_statistics of T stacks, (P, T, 8), on the first one's device: by a kernel if
     it can take them all, else stack by stack."""
     device = stacks[0].p.device
-    if all(x.rows is not None and x.p.device == device for x in stacks):
-        if kernels.choose(backend, config, device) == "kernel":
-            return kernels.statistics(config, [x.rows for x in stacks], [x.p for x in stacks])
+    fast = all(x.rows is not None and x.p.device == device for x in stacks)
+    if fast and kernels.choose(backend, config, device) == "kernel":
+        return kernels.statistics(config, [x.rows for x in stacks], [x.p for x in stacks])
     pure = features.tensor_statistics
     functions = {n: (partial(pure, x.p, *x.acc[:2]), x.shards) for n, x in enumerate(stacks)}
     by_index = dict(sharded.replay(functions))

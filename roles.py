@@ -232,7 +232,8 @@ def divisor_of(module: nn.Module) -> int:
 
 @torch.no_grad()
 def _set_divisors(model: nn.Module, divisors: dict[nn.Module, int], rescale: bool) -> None:
-    """Divide the outputs of these layers only; with `rescale`, keep the model's function."""
+    """Divide the outputs of these layers and no others. rescale: also multiply their weights and
+    biases, so that the model computes the same."""
     factors = {m: divisors.get(m, 1) / divisor_of(m) for m in model.modules()}
     params = {p: k for m, k in factors.items() if k != 1 for p in m.parameters(recurse=False)}
     if rescale:
@@ -402,7 +403,7 @@ def name_of(p: Tensor, group: dict) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line: the last one outside of this folder's files and of torch."""
+    """Warn at the user's line: the innermost one outside of this folder's files and of torch."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
     ours, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
     users = (k for k, f in enumerate(files) if os.path.dirname(f) != ours and torchs not in f)

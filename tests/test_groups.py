@@ -80,39 +80,19 @@ def test_weight_decay_is_decoupled():
     torch.testing.assert_close(values(decayed[0]), expected, rtol=0, atol=1e-6)
 
 
-def test_groups_of_their_own():
-    """lr, scale, step and weight decay act on their group only."""
-    torch.manual_seed(0)
-    lo, start, grad = small(0.1), torch.randn(5, 6), torch.randn(5, 6)
-    options = [{}, {"lr": 0.3}, {"scale": 0.2, "step": 700}, {"weight_decay": 0.1}]
-    groups, alone = (
-        [{"params": [nn.Parameter(start.clone())], **o} for o in options] for _ in "ab"
-    )
-    opts = [mulo.MuLO(groups, lo), *(mulo.MuLO([group], lo) for group in alone)]
-    for _ in range(3):
-        for group in groups + alone:
-            group["params"][0].grad = grad.clone()
-        for opt in opts:
-            opt.step()
-    for a, b in zip(groups, alone, strict=True):
-        torch.testing.assert_close(a["params"], b["params"], rtol=0, atol=1e-6)
-    assert [g["step"] for g in opts[0].param_groups] == [3, 3, 703, 3]
-    moved = [(g["params"][0] - start).abs().max() for g in groups]
-    assert moved[1] < 0.5 * moved[0]
-
-
 def test_add_param_group_and_missing_gradients():
-    """Parameters come, go and return; each one's state follows it."""
-    lo = small(0.1)
+    """Parameters come, go and return; each one's state and options follow it."""
+    lo, options = small(0.1), {"lr": 0.5, "scale": 0.2, "weight_decay": 0.001}
     torch.manual_seed(0)
     ps = [nn.Parameter(torch.randn(3, 4)) for _ in range(3)]
     twins = [nn.Parameter(p.detach().clone()) for p in ps]
     opt = mulo.MuLO(ps[:2], lo)
-    opts = [mulo.MuLO([q], lo, lr=lr) for q, lr in zip(twins, (1.0, 1.0, 0.5), strict=True)]
+    groups = [{"params": q} for q in twins[:2]] + [{"params": twins[2], **options}]
+    opts = [mulo.MuLO([group], lo) for group in groups]
     with_gradient = [(0, 1), (0,), (0, 1, 2), (2,), (0, 1, 2)]
     for t, present in enumerate(with_gradient):
         if t == 2:
-            opt.add_param_group({"params": [ps[2]], "lr": 0.5, "step": 2})
+            opt.add_param_group({"params": [ps[2]], "step": 2, **options})
         for k in range(3):
             ps[k].grad = twins[k].grad = torch.randn(3, 4) if k in present else None
             opts[k].param_groups[0]["step"] = t
