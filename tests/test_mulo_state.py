@@ -26,17 +26,10 @@ def assert_equal(a, b):
     kind=st.sampled_from(["small_fc", "velo"]),
     eps=st.sampled_from(["reference", "relative", "fan_in"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    options=st.fixed_dictionaries(
-        {
-            "lr": st.floats(0, 2, allow_subnormal=False),
-            "scale": st.floats(0.1, 1),
-            "weight_decay": st.floats(0, 0.1, allow_subnormal=False),
-        }
-    ),
     steps=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, options, steps, seed):
+def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, steps, seed):
     """Tensors of any shape in two groups, some without a gradient, saved to a file after any step
     and loaded into a new optimizer, which does not change what was loaded."""
     lo = velo() if kind == "velo" else small(0.1)
@@ -44,7 +37,7 @@ def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, options, steps,
     gen = torch.Generator().manual_seed(seed)
 
     def optimizer(params):
-        half = len(params) // 2
+        half, options = len(params) // 2, {"lr": 0.7, "scale": 0.3, "weight_decay": 0.01}
         groups = [{"params": params[:half], **options}, {"params": params[half:]}]
         return mulo.MuLO([g for g in groups if g["params"]], lo, num_steps=9)
 

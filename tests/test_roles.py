@@ -22,7 +22,6 @@ from mulo.roles import (
     layer_outputs,
     size_factor,
     slope,
-    weights_of,
 )
 
 FAMILIES = {  # fan_in / width of each hidden weight
@@ -100,47 +99,46 @@ def test_roles_of_layers(build, expected):
     assert roles_of(build) == expected
 
 
-SIZES = st.tuples(st.integers(1, 3), st.booleans())  # of an output; times width if True
 NORMS = [None, nn.BatchNorm1d, nn.LayerNorm, nn.RMSNorm, lambda n: nn.GroupNorm(1, n)]
+PARTS = st.tuples(  # of a net: outputs, times width if True; kernel; bias; norm
+    st.integers(1, 3), st.booleans(), st.integers(1, 3), st.booleans(), st.sampled_from(NORMS)
+)
 
 
 @given(
     kind=st.sampled_from(["linear", "conv1", "conv2", "transposed"]),
     embedding=st.booleans(),
-    sizes=st.lists(SIZES, min_size=1, max_size=5).filter(lambda sizes: any(w for _, w in sizes)),
-    options=st.lists(
-        st.tuples(st.integers(1, 3), st.booleans(), st.sampled_from(NORMS)), min_size=5, max_size=5
-    ),
+    parts=st.lists(PARTS, min_size=1, max_size=5).filter(lambda parts: any(x[1] for x in parts)),
     width=st.integers(1, 12),
 )
-def test_roles_of_random_nets(kind, embedding, sizes, options, width):
+def test_roles_of_random_nets(kind, embedding, parts, width):
     """By construction: hidden if both sides of a layer grow, output if only its input side does."""
     layer = {"linear": lambda i, o, k, bias: nn.Linear(i, o, bias)}
     layer |= {"conv1": nn.Conv1d, "conv2": nn.Conv2d, "transposed": nn.ConvTranspose2d}
     area = {"linear": 0, "conv1": 1}.get(kind, 2)
 
     def build(w):
-        parts, inputs = [], 3
-        for n, ((size, grows), (kernel, bias, norm)) in enumerate(zip(sizes, options)):  # noqa: B905
-            outputs = size * (w if grows else 1)
-            if n == 0 and embedding:
-                parts.append(nn.Embedding(11, outputs))
+        modules, inputs = [], 3
+        for size, grows, kernel, bias, norm in parts:
+            outputs = size * w if grows else size
+            if embedding and not modules:
+                modules.append(nn.Embedding(11, outputs))
             else:
-                parts.append(layer[kind](inputs, outputs, kernel, bias=bias))
-            parts += [norm(outputs)] if norm else []
+                modules.append(layer[kind](inputs, outputs, kernel, bias=bias))
+            modules += [norm(outputs)] if norm else []
             inputs = outputs
-        return nn.Sequential(*parts)
+        return nn.Sequential(*modules)
 
-    model, expected, scales = build(width), {}, {}
-    before, grew = 3, False
-    layers = (x for x in model.named_children() if isinstance(x[1], (*LAYERS, *TABLES)))
-    for (name, part), (_, grows), (kernel, *_) in zip(layers, sizes, options):  # noqa: B905
+    model, inputs, grew = build(width), 3, False
+    layers = [x for x in model.named_children() if isinstance(x[1], (*LAYERS, *TABLES))]
+    expected, scales = dict.fromkeys(dict(model.named_parameters()), "input"), {}
+    for (name, module), (size, grows, kernel, *_) in zip(layers, parts, strict=True):
         role = {(True, True): "hidden", (True, False): "output"}.get((grew, grows), "input")
         expected[f"{name}.weight"] = role
-        scales[part.weight] = 1 / (before * kernel**area) if role == "hidden" else 1.0
-        before, grew = part.weight.shape[weights_of(part)[0].out_axis], grows
+        scales[module.weight] = 1 / (inputs * kernel**area) if role == "hidden" else 1.0
+        inputs, grew = size * width if grows else size, grows
     roles = roles_of(build, width)
-    assert roles == dict.fromkeys(dict(model.named_parameters()), "input") | expected
+    assert roles == expected
     for group in groups_of(model, roles):
         assert all(group["scale"] == pytest.approx(scales.get(p, 1.0)) for p in group["params"])
 
