@@ -418,9 +418,9 @@ def doubts(group: dict, mup: bool | None, defaults: dict) -> Iterator[str]:
         yield "this LO was meta-trained without μP: pass rules=() to mulo.param_groups and init_."
     lr, decay = (float((defaults | group)[key]) for key in ("lr", "weight_decay"))
     if 0 < lr < 0.01:
-        yield f"lr={lr:g} is a factor on updates that are of the right size with lr=1: omit it."
+        yield f"lr={lr:g} is a factor on the update, not a learning rate like AdamW's: omit it."
     if lr * decay >= 0.01:
-        yield f"weight_decay={decay:g} shrinks parameters by lr * weight_decay in every step."
+        yield f"weight_decay={decay:g} shrinks parameters by lr * weight_decay per step: try 1e-4."
 
 
 def check_group(group: dict) -> None:

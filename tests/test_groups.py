@@ -54,8 +54,11 @@ def test_habits_from_adamw_are_warned_of():
     """At construction and when a group is added; not when a schedule warms up."""
     net, opt = make()
     for options, message in (
-        ({"lr": 3e-4}, r"lr=0\.0003 is a factor on updates .* with lr=1: omit it"),
-        ({"weight_decay": 0.1}, r"weight_decay=0\.1 shrinks parameters by lr \* weight_decay"),
+        ({"lr": 3e-4}, r"lr=0\.0003 is a factor on the update, not .* AdamW's: omit it"),
+        (
+            {"weight_decay": 0.1},
+            r"weight_decay=0\.1 shrinks .* by lr \* weight_decay per step: try",
+        ),
     ):
         with pytest.warns(UserWarning, match=message):
             make(**options)
