@@ -147,11 +147,12 @@ def test_distributed_checkpoint(lo, option, tmp_path):
     assert torch.equal(values(net[0]), values(other[0]))
 
 
-def test_warm_up_from_zero_is_a_step():
-    """Unlike DCP's: there are gradients."""
-    net, opt = make(lr=0.0)
-    before = values(net)
-    train(net, opt, 1, *task(MLP))
-    assert torch.equal(values(net), before)
+@pytest.mark.parametrize(("lr", "gradient"), [(0.0, 1.0), (1.0, 0.0)])
+def test_other_steps_count(lr, gradient):
+    """Unlike DCP's, which has lr 0 and gradients of 0."""
+    p = nn.Parameter(torch.ones(3))
+    opt = mulo.MuLO([p], small(), lr=lr)
+    p.grad = torch.full((3,), gradient)
+    opt.step()
+    assert torch.equal(p, torch.ones(3)) == (lr == 0)
     assert opt.param_groups[0]["step"] == 1
-    assert any(state["V"].any() for state in opt.state.values())
