@@ -93,13 +93,16 @@ def test_other_readouts():
     def shared(w):
         model = nn.Sequential(nn.Linear(3, w), nn.Linear(w, 2), nn.Linear(w, 2))
         model[2].weight = model[1].weight
+        model.bias = model[2].bias  # another name, as in BERT
         return model
 
     def conv(w):
         return nn.Sequential(nn.Conv2d(1, w, 1), nn.ConvTranspose2d(w, 2, 2, groups=2, bias=False))
 
     model, x = mulo.init_(shared(8), roles_of(shared), zero_output=False), torch.randn(4, 8)
-    torch.testing.assert_close(model[2](x), (x @ model[1].weight.T + model[2].bias) / 8)
+    expected = (x @ model[1].weight.T + model[2].bias) / 8
+    torch.testing.assert_close(model[2](x), expected)
+    torch.testing.assert_close(mulo.fold_outputs_(model)[2](x), expected)
     model, x = mulo.init_(conv(8), roles_of(conv), zero_output=False), torch.randn(1, 8, 3, 3)
     plain = nn.functional.conv_transpose2d(x, model[1].weight, groups=2)
     torch.testing.assert_close(model[1](x), plain / 16)  # 4 inputs per group, a 2x2 kernel
