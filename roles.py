@@ -258,8 +258,9 @@ class Readout(nn.Linear):
     """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off.
 
     Any readout can be tied to an embedding E: `head.weight = tokens.weight`. One rule fits both
-    uses: the table needs entries of O(1) that move by O(1), and so does the readout E x / N, a mean
-    of N products that a step correlates. So a tied weight is an output that starts as N(0, 1).
+    uses. The table needs entries of O(1) that move by O(1). So does the readout E x / N: it is a
+    mean of N products that a step correlates, so it moves by O(1) if E does. A tied weight is
+    therefore an output that starts as N(0, 1), not as zeros.
     """
 
     def __init__(self, *args, **kwargs):
