@@ -3,7 +3,6 @@
     lo = load("mulo_m"); save(lo, "mine.pt", seed=0)
 
 A file holds a format version, the config and the weights, and nothing that could run code.
-`mulo` re-exports load, save, from_reference and from_pylo.
 """
 
 from __future__ import annotations

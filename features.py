@@ -1,8 +1,7 @@
 """The inputs of a learned optimizer: accumulators, per-parameter and per-tensor features.
 
 Pure functions of tensors; no network, no μP, no Optimizer. Paper: appendix A.1 ("input, output,
-update and scaling") and the three feature tables. Read this file first, then `nets.py` (the
-networks), `mulo.py` (the step, the Optimizer) and `roles.py` (μP).
+update and scaling") and the three feature tables.
 
 Symbols (paper -> code) and shapes. S tensors of equal shape are stacked along the first axis: the
 particles of meta-training, or one tensor of a model (S = 1). `shape` is one tensor's own shape.
@@ -156,11 +155,11 @@ _shards = None  # how the tensor being stepped is sharded; None: it is whole
 def over_shards(means):
     """Make mean_along and mean_all average over all shards. `means`: kernels.sharded.Means."""
     global _shards
-    before, _shards = _shards, means
+    _shards = means
     try:
         yield
     finally:
-        _shards = before
+        _shards = None
 
 
 def sharded_axis() -> int | None:
@@ -187,11 +186,6 @@ def safe(x: Tensor, factor: float = 1.0) -> Tensor:
     return torch.where(x <= TINY, torch.ones_like(x), factor * x)
 
 
-def divide(x: Tensor, unit: Tensor | None) -> Tensor:
-    """x / unit, or x itself if unit is None."""
-    return x if unit is None else x / unit
-
-
 # ---------------------------------------------------------------- accumulators
 
 
@@ -215,9 +209,8 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
     """1 - beta, with beta = 1 - exp(10 (log(1 - beta0)/10 + o)) and the offset o learned.
 
     DIVERGES: the paper only says that the betas are learned; this is the reference's form. Betas of
-    V, r and c are clipped to [0, 1], those of M are not. The offset 0 gives beta0. Like the
-    reference, this rounds beta to float32 before it computes 1 - beta, which for beta = 0.999 is
-    an error of 5e-5.
+    V, r and c are clipped to [0, 1], those of M are not. Like the reference, this rounds beta to
+    float32 before it computes 1 - beta: an error of 5e-5 for beta = 0.999.
     """
     beta0 = constant(beta0, offset.dtype, offset.device)
     beta = 1 - (10 * ((1 - beta0).log() / 10 + offset)).exp()
@@ -279,18 +272,18 @@ def parameter_features(
     M, r, c = acc.M, acc.r, acc.c
     p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
     e = epsilons(V, r, eps)
-    by_V = (V + e.M).rsqrt()  # in M/sqrt(V) and g/sqrt(V)
-    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()  # in 1/sqrt(V)
+    by_V = (V + e.M).rsqrt()
+    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()
     F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
     x = {"g": g}
     if kind != "small_fc":
         x["clip(g)"] = g.clamp(-0.1, 0.1)
-    x |= {"p": p, "M": M, "V": divide(V, e.unit_V), "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V}
-    x["g*F"] = g * F_g
+    x |= {"p": p, "M": M, "V": V, "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V, "g*F": g * F_g}
     if kind == "velo":
         x["g/sqrt(V)"] = g * by_V
-    x |= {"r": divide(r, e.unit_r), "c": divide(c, e.unit_r)}
-    x |= {"1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
+    x |= {"r": r, "c": c, "1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
+    if eps.mode == "relative":
+        x |= {"V": V / e.unit_V, "r": r / e.unit_r, "c": c / e.unit_r}
     x["M*F"] = M * F_m
     return x
 
@@ -310,10 +303,10 @@ def feature_names(kind: str) -> tuple[str, ...]:
 
 
 class Epsilons(NamedTuple):
-    """Divisors of V, r and c, and epsilons inside square roots; (S, 1, ...) or a number."""
+    """Epsilons inside square roots, (S, 1, ...) or a number; in relative mode also units."""
 
-    unit_V: Tensor | None  # V is divided by this before the network sees it
-    unit_r: Tensor | None  # so are r and c
+    unit_V: Tensor | None  # the network sees V / unit_V
+    unit_r: Tensor | None  # and r / unit_r, c / unit_r
     M: Tensor | float  # added to V in M / sqrt(V)
     V: Tensor | float  # added to V in 1 / sqrt(V)
     r: Tensor | float  # added to r and c in 1 / sqrt(r), 1 / sqrt(c)
@@ -402,8 +395,8 @@ class LossBuffer(NamedTuple):
 
 
 def init_loss_buffer(*batch: int, device: torch.device | str | None = None) -> LossBuffer:
-    z = torch.zeros(*batch, 10, dtype=torch.float32, device=device)
-    return LossBuffer(z, z + 999999999999.0, z[..., 0].clone())
+    zero = torch.zeros(*batch, 10, dtype=torch.float32, device=device)
+    return LossBuffer(zero, zero + 999999999999.0, zero[..., 0].clone())
 
 
 def pack_loss_buffer(buffer: LossBuffer) -> Tensor:
@@ -437,11 +430,11 @@ def loss_features(
     """
     finite, loss = (loss.abs() < math.inf).unsqueeze(-1), loss.unsqueeze(-1)
     n = buffer.count.unsqueeze(-1) + finite
-    by = 1 - decay**n
-    largest = torch.where(n == 1, loss, (buffer.means / by).amax(-1, True))
+    correction = 1 - decay**n  # as Adam's bias correction
+    largest = torch.where(n == 1, loss, (buffer.means / correction).amax(-1, True))
     loss = torch.minimum(2 * largest.abs(), loss)
     means = torch.where(finite, buffer.means * decay + loss * (1 - decay), buffer.means)
-    ema = means / by
+    ema = means / correction
     low = torch.where(finite, torch.minimum(buffer.low, ema), buffer.low)
     x = (ema - low)[..., :-1] / (ema[..., 1:] - low[..., :-1]).clamp_min(1e-8) - 1
     x = x.clamp(-1, 1).masked_fill(n <= 2, 0.0)

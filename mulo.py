@@ -5,9 +5,8 @@
     opt = mulo.MuLO(mulo.param_groups(model, roles), mulo.load("mulo_m"))
     ...; loss.backward(); opt.step(); opt.zero_grad()
 
-This file has the step as in the paper (eq. 2 and 3), the Optimizer, and all public names.
-`features.py` computes what the networks see, `nets.py` has the networks, `roles.py` the rules of
-μP, `checkpoints.py` the files. `kernels/` has the same step made fast.
+This file has the step as in the paper (eq. 2 and 3), the Optimizer, and all public names;
+`kernels/` has the same step made fast.
 
 Shapes: a step works on S tensors of equal shape, stacked. `advance_` steps P nets (the particles of
 meta-training; 1 in MuLO) of T tensors each: T stacks with S = P.
@@ -94,8 +93,8 @@ class Stack:
 
 
 class Weights:
-    """Weights for P nets of T tensors: an MLP per net, phi (P | 1, ...), or VeLO's, one per tensor:
-    packed (P, T, N) and alpha (P, T), from `generate`."""
+    """The MLPs of P nets of T tensors. small_fc: one per net, phi (P | 1, ...). VeLO: one per
+    tensor, packed (P, T, N), and alpha (P, T), from `generate`."""
 
     def __init__(self, config: LOConfig, phi: Phi | Tensor, backend: str, alpha=None):
         self.packed = phi if isinstance(phi, Tensor) else None
@@ -151,23 +150,16 @@ def advance_(
 
 
 def statistics_of(config: LOConfig, backend: str, stacks: list[Stack]) -> Tensor:
-    """features.tensor_statistics of T stacks, (P, T, 8), on the first one's device: by a kernel in
-    one pass per device, else stack by stack."""
-    by_index, first = {}, stacks[0].p.device
-    for device in dict.fromkeys(x.p.device for x in stacks):
-        fast = [n for n, x in enumerate(stacks) if x.p.device == device and x.rows is not None]
-        if fast and kernels.choose(backend, config, device) == "kernel":
-            rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
-            statistics = kernels.statistics(config, rows, params)
-            if len(fast) == len(stacks):
-                return statistics
-            by_index |= zip(fast, statistics.unbind(1), strict=True)
-    slow = {n: x for n, x in enumerate(stacks) if n not in by_index}
+    """features.tensor_statistics of T stacks, (P, T, 8), on the first one's device: by a kernel if
+    it can take them all, else stack by stack."""
+    device = stacks[0].p.device
+    fast = all(x.rows is not None and x.p.device == device for x in stacks)
+    if fast and kernels.choose(backend, config, device) == "kernel":
+        return kernels.statistics(config, [x.rows for x in stacks], [x.p for x in stacks])
     pure = features.tensor_statistics
-    by_index |= sharded.replay(
-        {n: (partial(pure, x.p, *x.acc[:2]), x.shards) for n, x in slow.items()}
-    )
-    return torch.stack([by_index[n].to(first, torch.float32) for n in range(len(stacks))], 1)
+    functions = {n: (partial(pure, x.p, *x.acc[:2]), x.shards) for n, x in enumerate(stacks)}
+    by_index = dict(sharded.replay(functions))
+    return torch.stack([by_index[n].to(device, torch.float32) for n in range(len(stacks))], 1)
 
 
 # ---------------------------------------------------------------- the Optimizer
@@ -235,16 +227,15 @@ class MuLO(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         given = dict(param_group)
-        params = param_group.get("params")
-        first = params[0] if isinstance(params, list) and params else params
-        if isinstance(first, Tensor) and first.is_cpu and self.backend in ("auto", "kernel"):
-            kernels.start_build(self.lo.config)  # compiles while torch's lazy imports run
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            roles.check_group(self.param_groups[-1])
+            roles.check_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
+        if self.backend in ("auto", "kernel") and any(p.is_cpu for p in group["params"]):
+            kernels.start_build(self.lo.config)  # compiles in the background
         for doubt in roles.doubts(given, self.lo.mup, self.defaults):
             self._warn_once(doubt)
 
@@ -368,9 +359,7 @@ class MuLO(torch.optim.Optimizer):
             dims = features.factored_dims(tuple(p.shape), group["out_axis"])
             roles.check_shape(p, group)
             shards = sharded.shards_of(p, roles.name_of(p, group))
-            if shards and self.backend == "kernel":
-                raise ValueError('kernels do not take sharded parameters: pass backend="auto".')
-            if shards and self.backend == "auto":
+            if shards and self.backend in ("auto", "kernel"):
                 self._warn_once(
                     "MuLO steps sharded parameters without a kernel, several times slower: "
                     'pass backend="folded" to silence this warning.'
@@ -382,11 +371,11 @@ class MuLO(torch.optim.Optimizer):
 
     def new_state(self, p: Tensor, out_axis: int) -> dict[str, Tensor]:
         """The initial state of a parameter: zero accumulators, and for VeLO the LSTM's state."""
-        part, dims = sharded.local(p), features.factored_dims(tuple(p.shape), out_axis)
-        acc = features.init_accumulators(part.new_empty((1, *(part.shape or (1,)))), dims)
+        dims = features.factored_dims(tuple(p.shape), out_axis)
+        shapes = features.accumulator_shapes((1, *(p.shape or (1,))), dims)
         d1, d0 = dims or (None, None)
-        averaged = {"r": d0, "c": d1}
-        state = {k: sharded.like(p, x[0], averaged.get(k)) for k, x in acc._asdict().items()}
+        named = zip(Accumulators._fields, shapes, (None, None, d0, d1), strict=True)
+        state = {k: sharded.zeros(p, shape[1:], averaged) for k, shape, averaged in named}
         state["c"] = state["r" if dims is None else "c"]  # equal in vectors: one array
         if isinstance(self.lo, VeLO):
             for k, x in (("h", self.lo.hidden0[0]), ("cell", self.lo.cell0[0])):

@@ -107,9 +107,6 @@ class LO(nn.Module):
         new.about = dict(self.about)
         return new.to(next(self.parameters()).device)
 
-    def __repr__(self):
-        return f"{type(self).__name__}({self.config})"
-
 
 class SmallFC(LO):
     """small_fc_lopt: one MLP for every parameter, and learned decays (features.mixing_rate)."""
@@ -212,16 +209,6 @@ def lstm_step(
     return o * torch.tanh(cell), cell
 
 
-def hypernetwork(phi: Phi, h: Tensor) -> tuple[Tensor, Tensor]:
-    """From the LSTM's output h (P, T, H): packed MLP weights (P, T, N) and the rate alpha (P, T).
-
-    phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
-    negative; the paper only calls it a learning-rate multiplier.
-    """
-    outputs = linear(phi, "outputs", h)  # (P, T, K + 1)
-    return linear(phi, "bank", outputs[..., :-1]), outputs[..., -1]
-
-
 def unpack(config: LOConfig, packed: Tensor) -> Phi:
     """The MLP weights (P, T, ...) in packed ones, as views."""
     shapes = [s for n, m in pairwise(config.layer_sizes()) for s in ((n, m), (m,))]
@@ -246,9 +233,12 @@ def generate(
     """VeLO before each step: advance the LSTM and generate the MLPs of T tensors of P nets.
 
     Returns memory, h, cell, the packed MLP weights (P, T, N) and alpha (P, T), not annealed.
+    phi_W = 100 mean_k(control_k bank_k). DIVERGES: alpha is the raw linear output, which may be
+    negative; the paper only calls it a learning-rate multiplier.
     """
     memory, x_loss = features.loss_features(memory, loss, decays)
     x_loss = x_loss.unsqueeze(1).expand(-1, h.shape[1], -1)
     x = torch.cat([x_time, x_loss, x_tensor], -1)  # (P, T, 30)
     h, cell = lstm_step(phi, x, h, cell, share)
-    return memory, h, cell, *hypernetwork(phi, h)
+    outputs = linear(phi, "outputs", h)  # (P, T, K + 1): 100/K times the controls, then alpha
+    return memory, h, cell, linear(phi, "bank", outputs[..., :-1]), outputs[..., -1]

@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from numbers import Real
 from typing import NamedTuple
 
@@ -45,9 +45,8 @@ ALL = Rule._fields  # rules=ALL is μP, rules=() is SP, rules=("init", "update")
 
 def power(role: str, rule: str, rules: Iterable[str]) -> int:
     """A rule's power of fan_in for a role; SP's if the rule is not among `rules`."""
-    unknown = set(rules) - set(ALL)
-    if unknown:
-        raise ValueError(f"unknown rules {sorted(unknown)}: use any of {ALL}.")
+    if unknown := sorted(set(rules) - set(ALL)):
+        raise ValueError(f"unknown rules {unknown}: use any of {ALL}.")
     return getattr(RULES[role] if rule in rules else SP, rule)
 
 
@@ -67,7 +66,7 @@ class Weight(NamedTuple):
     module: nn.Module  # its owner
     kind: str  # "layer" (multiplies its input), "table" (is looked up), "vector" or "bare"
     out_axis: int  # of fan_out: 0 in torch's (out, in, ...), 1 in tables and transposed convs
-    layers: list[nn.Module]  # that multiply by it; also of a table that a readout is tied to
+    layers: list[nn.Module]  # those that multiply by it; of a table, the readouts tied to it
 
     @property
     def groups(self) -> int:
@@ -96,7 +95,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _kind_and_axis(module: nn.Module, leaf: str, p: nn.Parameter) -> tuple[str, int]:
-    """A parameter's kind and fan_out axis; a module's `out_axis` says it for its bare matrices."""
+    """A parameter's kind and fan_out axis; `out_axis` on its module makes a bare matrix a layer."""
     if p.ndim < 2 or isinstance(module, NORMS):
         return "vector", 0
     if isinstance(module, TABLES):
@@ -233,34 +232,35 @@ def divisor_of(module: nn.Module) -> int:
 
 @torch.no_grad()
 def _set_divisors(model: nn.Module, divisors: dict[nn.Module, int], rescale: bool) -> None:
-    """Divide the outputs of these layers only; with `rescale`, keep the model's function."""
+    """Divide the outputs of these layers and no others. rescale: also multiply their weights and
+    biases, so that the model computes the same."""
     factors = {m: divisors.get(m, 1) / divisor_of(m) for m in model.modules()}
     params = {p: k for m, k in factors.items() if k != 1 for p in m.parameters(recurse=False)}
-    for name, m in model.named_modules():
-        tied = factors[m] == 1 and any(p in params for p in m.parameters(False) if p.ndim > 1)
-        if rescale and tied:
-            fix = "head.weight = nn.Parameter(head.weight.detach().clone())"
-            raise ValueError(f"{name!r} is tied to an output layer: untie them first ({fix}).")
-    if "torch._dynamo" in sys.modules and any(factors[m] != 1 for m in divisors):
+    if rescale:
+        for name, m in model.named_modules():
+            if factors[m] == 1 and any(p in params for p in m.parameters(False) if p.ndim > 1):
+                fix = "head.weight = nn.Parameter(head.weight.detach().clone())"
+                raise ValueError(f"{name!r} is tied to an output layer: untie them first ({fix}).")
+        for p, factor in params.items():
+            p.mul_(factor)
+    if params and "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # code that is compiled already would not call new hooks
     for m in factors:
-        for key, hook in list(m._forward_hooks.items()):
-            if hook is divide_output:
-                del m._forward_hooks[key]
+        hooks = m._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook is divide_output]:
+            del hooks[key]
         if m in divisors:
             m.output_divisor = divisors[m]
             m.register_forward_hook(divide_output)
-    for p, factor in params.items() if rescale else ():
-        p.mul_(factor)
 
 
 class Readout(nn.Linear):
     """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off.
 
     Any readout can be tied to an embedding E: `head.weight = tokens.weight`. One rule fits both
-    uses. As a table, E has O(1) entries that move by O(1). As a readout, E x / N is a mean of N
-    products, which a step correlates: it moves by O(1) if E moves by O(1). So a tied weight is an
-    output that starts as N(0, 1), not as zeros.
+    uses. The table needs entries of O(1) that move by O(1). So does the readout E x / N: it is a
+    mean of N products that a step correlates, so it moves by O(1) if E does. A tied weight is
+    therefore an output that starts as N(0, 1), not as zeros.
     """
 
     def __init__(self, *args, **kwargs):
@@ -282,7 +282,8 @@ def init_(
     Output weights: zeros, or N(0, 1) if not zero_output (DIVERGES: N(0, 1) is the paper's rule,
     zeros are in its experiments) or tied to an embedding. Biases of layers are input weights of
     fan_in 1: N(0, 1), but (DIVERGES) biases that are zero stay zero. Without the rule "init", as in
-    SP, all biases become zero. Norms, bare input parameters and `padding_idx` rows are unchanged.
+    SP, all biases become zero. Norms and bare input parameters keep their values; `padding_idx`
+    rows are zero.
     The division is a forward hook; the model's code and state_dict do not change.
     """
     rules = tuple(rules)
@@ -345,7 +346,6 @@ def fold_outputs_(model: nn.Module) -> nn.Module:
     return model
 
 
-@cache
 def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     """The factor on the update by two rules that the paper does not have (DIVERGES).
 
@@ -404,7 +404,7 @@ def name_of(p: Tensor, group: dict) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line: the last one outside of this folder's files and of torch."""
+    """Warn at the user's line: the innermost one outside of this folder's files and of torch."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
     ours, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
     users = (k for k, f in enumerate(files) if os.path.dirname(f) != ours and torchs not in f)
@@ -412,16 +412,16 @@ def warn(message: str) -> None:
 
 
 def doubts(group: dict, mup: bool | None, defaults: dict) -> Iterator[str]:
-    """Say what looks wrong in a group. mup: whether lo was meta-trained under μP, if known."""
+    """Yield warnings about a group. mup: whether lo was meta-trained under μP, None if unknown."""
     if mup and "scale" not in group:
         yield "this LO was meta-trained under μP: use mulo.init_ and mulo.param_groups."
     if mup is False and group.get("scale", 1) != 1:
         yield "this LO was meta-trained without μP: pass rules=() to mulo.param_groups and init_."
     lr, decay = (float((defaults | group)[key]) for key in ("lr", "weight_decay"))
     if 0 < lr < 0.01:
-        yield f"lr={lr:g} is a factor on updates that are of the right size with lr=1: omit it."
+        yield f"lr={lr:g} is a factor on the update, not a learning rate like AdamW's: omit it."
     if lr * decay >= 0.01:
-        yield f"weight_decay={decay:g} shrinks parameters by lr * weight_decay in every step."
+        yield f"weight_decay={decay:g} shrinks parameters by lr * weight_decay per step: try 1e-4."
 
 
 def check_group(group: dict) -> None:
@@ -438,14 +438,14 @@ def check_group(group: dict) -> None:
 
 
 def check_shape(p: Tensor, group: dict) -> None:
-    """Raise if `param_groups` saw no such shape. ZeRO reorders params, so not by position."""
+    """Raise if `param_groups` saw no parameter of this shape (ZeRO may have reordered them)."""
     shape = tuple(p.shape)
     if shape not in map(tuple, group.get("shapes", [shape])):  # loaded shapes may be lists
         raise ValueError(f"{shape} is a part of a parameter: use fully_shard (FSDP2), not FSDP1.")
 
 
 def annealed_to(group: dict) -> int:
-    """The time up to which updates are annealed: t, or that of the last step that annealed."""
+    """The time to which updates are annealed: t, or that of the last step without a schedule."""
     driven = "initial_lr" in group or group["lr"] != 1  # torch's schedulers set initial_lr
     return group.get("annealed_to", 0) if driven else group["step"]
 

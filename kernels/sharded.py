@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mulo import features
 
-K, T = TypeVar("K"), TypeVar("T")
+T = TypeVar("T")
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -44,7 +44,7 @@ class Means:
     def __init__(self, shards: Shards):
         self.axis, self.group = shards
         self.known: list[Tensor] = []
-        self.asked, self.sums = 0, None
+        self.asked = 0
 
     def mean(self, x: Tensor, axis: int) -> Tensor:
         """The mean along an axis, which stays with size 1, over all shards: also where x is the
@@ -52,12 +52,12 @@ class Means:
         self.asked += 1
         if self.asked > len(self.known):
             self.sums = x.sum(axis, keepdim=True)
-            self.count = x.numel() / max(1, self.sums.numel())
+            self.count = x.shape[axis]
             raise Unknown
         return self.known[self.asked - 1]
 
 
-def replay(functions: dict[K, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[K, T]]:
+def replay(functions: dict[int, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[int, T]]:
     """Yield (key, result) of each function as it completes. Shards is None: not sharded."""
     waiting = {k: (f, Means(shards)) for k, (f, shards) in functions.items() if shards}
     yield from ((k, f()) for k, (f, shards) in functions.items() if not shards)
@@ -122,28 +122,20 @@ def local(x: Tensor) -> Tensor:
 def local_grad(p: Tensor) -> Tensor:
     """The gradient of this process's part of a parameter."""
     g = p.grad
-    if not is_dtensor(g):
-        return g
-    return (
-        g if g.placements == p.placements else g.redistribute(placements=p.placements)
-    ).to_local()
+    return g.redistribute(placements=p.placements).to_local() if is_dtensor(g) else g
 
 
-def like(p: Tensor, x: Tensor, averaged: int | None) -> Tensor:
-    """State x of this process's part of p, as a DTensor that is sharded as p is.
+def zeros(p: Tensor, shape: tuple[int, ...], averaged: int | None) -> Tensor:
+    """Float32 zeros for the state of p; if p is a DTensor, sharded as p is.
 
-    The last axes of x are those of p; the averaged one, counted from the end, is not sharded.
+    The last axes of `shape` are those of p; the averaged one, counted from the end, is not sharded.
     """
     if not is_dtensor(p):
-        return x
-    tensor, placements, lead = sys.modules["torch.distributed.tensor"], [], x.ndim - p.ndim
+        return torch.zeros(shape, dtype=torch.float32, device=p.device)
+    tensor, placements = sys.modules["torch.distributed.tensor"], []
     for place in p.placements:
-        axis = place.dim % p.ndim if place.is_shard() else None
-        split = axis is not None and axis - p.ndim != averaged
-        placements.append(tensor.Shard(lead + axis) if split else tensor.Replicate())
-    shape = [1 if k - p.ndim == averaged else n for k, n in enumerate(p.shape)]
-    shape = torch.Size([*x.shape[:lead], *(shape if p.ndim else x.shape[lead:])])
-    stride = torch.empty(shape, device="meta").stride()
-    return tensor.DTensor.from_local(
-        x, p.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+        axis = place.dim % p.ndim - p.ndim if place.is_shard() else averaged
+        split = axis != averaged
+        placements.append(tensor.Shard(axis + len(shape)) if split else tensor.Replicate())
+    options = {"device_mesh": p.device_mesh, "placements": placements}
+    return tensor.zeros(shape, dtype=torch.float32, **options)

@@ -1,6 +1,5 @@
 """Reading the golden vectors, and running them through the Optimizer. See golden/README.md."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,31 +33,22 @@ class Golden:
         return mulo.from_reference(arrays, **config)
 
 
-def to_torch_layout(x: np.ndarray, axes_from: int = 0) -> np.ndarray:
+def to_torch_layout(x: np.ndarray) -> np.ndarray:
     """JAX's (..., in, out) to torch's (out, in, ...): reversed; kernel axes keep their order."""
-    n = x.ndim - axes_from
-    order = list(range(axes_from))
-    order += [axes_from + k for k in ([n - 1, n - 2, *range(n - 2)] if n >= 2 else range(n))]
+    n = x.ndim
+    order = [n - 1, n - 2, *range(n - 2)] if n >= 2 else range(n)
     return np.ascontiguousarray(x.transpose(order))
 
 
-def run(golden: Golden, layout: str, backend: str = "auto", optimizer=None):
+def run(golden: Golden, layout: str, backend: str = "auto"):
     """Yield (step, {name: parameter}, optimizer) after each step; layout is "jax" or "torch"."""
-    optimizer = optimizer or partial(mulo.MuLO, lo=golden.lo(), backend=backend)
-    turn = to_torch_layout if layout == "torch" else (lambda x, axes_from=0: x)
-    params = {
-        n: torch.nn.Parameter(torch.tensor(turn(golden[f"param_init/{n}"]))) for n in golden.names
-    }
-    groups = [
-        {
-            "params": [params[n]],
-            "scale": float(golden.z.get(f"mup_lr/{n}", 1.0)),
-            "step": int(golden["cfg/start_iteration"]),
-            "out_axis": 0 if layout == "torch" else -1,
-        }
-        for n in golden.names
-    ]
-    opt = optimizer(groups, num_steps=golden.num_steps)
+    turn = to_torch_layout if layout == "torch" else np.asarray
+    start = {n: torch.tensor(turn(golden[f"param_init/{n}"])) for n in golden.names}
+    params = {n: torch.nn.Parameter(x) for n, x in start.items()}
+    same = {"step": int(golden["cfg/start_iteration"]), "out_axis": 0 if layout == "torch" else -1}
+    scales = {n: float(golden.z.get(f"mup_lr/{n}", 1.0)) for n in params}
+    groups = [{"params": [p], "scale": scales[n], **same} for n, p in params.items()]
+    opt = mulo.MuLO(groups, golden.lo(), num_steps=golden.num_steps, backend=backend)
     for s in range(golden.steps):
         for n, p in params.items():
             p.grad = torch.tensor(turn(golden[f"grad/{n}"][s]))

@@ -32,6 +32,10 @@ def factored(shape: tuple) -> tuple | None:
     return int(order[-2]), int(order[-1])
 
 
+def nonzero(mean: float, factor: float = 1.0) -> float:
+    return factor * mean if mean > 1e-28 else 1.0
+
+
 class Tensor:
     """Accumulators and features of one tensor. `eps` is "reference" or "relative"."""
 
@@ -61,12 +65,10 @@ class Tensor:
         """What g and M are multiplied by in F_grad and F_mom, for decay i."""
         r, c = self.r[i], self.c[i]
         if self.eps == "relative":
-            R = r.mean()
-            floor = 1e-8 * R if R > 1e-28 else 1.0
-            if self.dims is None:
-                return (np.maximum(c, floor) ** -0.5,) * 2
-            unit = R if R > 1e-28 else 1.0
-            return (np.maximum(r / unit, 1e-8) ** -0.5 * np.maximum(c, floor) ** -0.5,) * 2
+            F = np.maximum(c, nonzero(r.mean(), 1e-8)) ** -0.5
+            if self.dims is not None:
+                F = np.maximum(r / nonzero(r.mean()), 1e-8) ** -0.5 * F
+            return F, F
         if self.dims is None:
             return np.maximum(r + 1e-9, 1e-9) ** -0.5, (r + 1e-6) ** -0.5
         mean = r.mean(self.dims[0], keepdims=True)
@@ -74,13 +76,10 @@ class Tensor:
 
     def raw(self, g):
         """The unnormalised features in the reference's order, (*shape, 28)."""
-        S = self.V.mean()
-        rel = self.eps == "relative"
-        e_M = (1e-8 * S if S > 1e-28 else 1.0) if rel else 1e-6
-        e_V = (1e-2 * S if S > 1e-28 else 1.0) if rel else 1e-6
-        unit = S if rel and S > 1e-28 else 1.0
-        R = [r.mean() if r.mean() > 1e-28 else 1.0 for r in self.r] if rel else [1.0] * 3
-        e_r = [1e-2 * x.mean() if x.mean() > 1e-28 else 1.0 for x in self.r] if rel else [1e-8] * 3
+        unit, e_M, e_V, R, e_r = 1.0, 1e-6, 1e-6, [1.0] * 3, [1e-8] * 3
+        if self.eps == "relative":
+            unit, e_M, e_V = (nonzero(self.V.mean(), factor) for factor in (1.0, 1e-8, 1e-2))
+            R, e_r = ([nonzero(r.mean(), factor) for r in self.r] for factor in (1.0, 1e-2))
         inv = (self.V + e_M) ** -0.5
         f = [g, self.p, *self.M, self.V / unit, *[m * inv for m in self.M], (self.V + e_V) ** -0.5]
         f += [g * self.normaliser(i)[0] for i in range(3)]

@@ -1,6 +1,5 @@
 """Round trips, importers, and everything that can be wrong with a file."""
 
-import copy
 import os
 import pickle
 
@@ -29,6 +28,7 @@ def test_what_a_file_holds(small_fc, tmp_path):
     assert content["about"] == {"seed": 3, "command": "python metatrain.py"}
     again = mulo.load(tmp_path / "lo.pt", t_max=None)  # a changed config
     assert (again.config.t_max, again.config.lam1) == (None, 0.01)
+    assert again.about == content["about"]
     assert torch.equal(again.w0, small_fc.w0)
     with pytest.raises(TypeError, match="lambda1"):
         mulo.load(tmp_path / "lo.pt", lambda1=0.1)
@@ -64,11 +64,9 @@ def test_round_trip_of_any_config(tmp_path_factory, config, about, seed):
     path = tmp_path_factory.getbasetemp() / "any.pt"
     mulo.save(lo, path, **about)
     again = mulo.load(path)
-    assert (type(again), again.config) == (type(lo), config)
-    assert mulo.load(path).about == about
+    assert (type(again), again.config, again.about) == (type(lo), config, about)
+    torch.testing.assert_close(again.state_dict(), lo.state_dict(), rtol=0, atol=0)
     assert checkpoints.digest(again) == checkpoints.digest(lo)
-    pairs = zip(lo.named_parameters(), again.named_parameters(), strict=True)
-    assert all(m == n and torch.equal(a, b) for (m, a), (n, b) in pairs)
     next(again.parameters()).view(-1)[0] += 1
     assert checkpoints.digest(again) != checkpoints.digest(lo)
 
@@ -95,12 +93,9 @@ def test_about_takes_plain_values_only(small_fc, tmp_path):
 
 
 def test_weights_of_another_type_are_saved_as_float32(small_fc, tmp_path):
-    half = copy.deepcopy(small_fc).bfloat16()
-    mulo.save(half, tmp_path / "lo.pt")
+    mulo.save(small_fc.bfloat16(), tmp_path / "lo.pt")
     again = mulo.load(tmp_path / "lo.pt")
-    assert all(w.dtype == torch.float32 for w in again.parameters())
-    assert torch.equal(again.w0, half.w0.float())
-    assert checkpoints.digest(half) == checkpoints.digest(again)
+    torch.testing.assert_close(again.state_dict(), small_fc.float().state_dict(), rtol=0, atol=0)
 
 
 def test_shipped_names(small_fc, tmp_path, monkeypatch):
@@ -128,8 +123,10 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
 
     def refused(message, content):
         """A file of these bytes, or with this object in it."""
-        save = torch.save if not isinstance(content, bytes) else lambda x, p: p.write_bytes(x)
-        save(content, tmp_path / "bad.pt")
+        if isinstance(content, bytes):
+            (tmp_path / "bad.pt").write_bytes(content)
+        else:
+            torch.save(content, "bad.pt")
         with pytest.raises(ValueError, match=rf"^bad\.pt .*{message}") as error:
             mulo.load("bad.pt")
         assert "\n" not in str(error.value)
@@ -155,10 +152,8 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     mismatch = r"size mismatch for w0: .*\[39, 5\].*\[39, 4\]"
     refused(mismatch, forged(weights=weights | {"w0": torch.zeros(39, 5)}))
     refused(damaged, forged(weights=weights | {"w0": torch.zeros(38)}))
-    refused(
-        "meta-trained with 38 features, this code has 39",
-        forged(weights=weights | {"w0": torch.zeros(38, 4)}),
-    )
+    other_features = weights | {"w0": torch.zeros(38, 4)}
+    refused("meta-trained with 38 features, this code has 39", forged(weights=other_features))
     less = {name: w for name, w in weights.items() if name != "b1"}
     refused(r"Missing key\(s\) in state_dict: \"b1\"", forged(weights=less))
     refused(f"{damaged}.*colour", forged(config=config | {"colour": 1}))
@@ -168,8 +163,6 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     for size, message in huge.items():
         refused(message, forged(config=config | {"hidden_size": size}))
     refused(f"{damaged}.*multipliers", good | {"config": config | {"multipliers": True}})
-    with pytest.raises(FileNotFoundError, match="give a path or a shipped name"):
-        mulo.load("nowhere.pt")
 
 
 def test_velo_of_other_features(tmp_path):
@@ -184,13 +177,7 @@ def test_velo_of_other_features(tmp_path):
 def test_from_reference():
     golden = Golden("small_fc_h32_sp")
     arrays = {k.removeprefix("meta/"): v for k, v in golden.z.items() if k.startswith("meta/")}
-    lo = mulo.from_reference(arrays, lam1=0.5)
-    assert isinstance(lo, mulo.SmallFC)
-    assert lo.config == LOConfig(hidden_size=32, lam1=0.5)
-    with pytest.raises(TypeError, match="multiple values for keyword argument 'hidden_size'"):
-        mulo.from_reference(arrays, hidden_size=4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lambda1'"):
-        mulo.from_reference(arrays, lambda1=0.1)
+    assert mulo.from_reference(arrays, lam1=0.5).config == LOConfig(hidden_size=32, lam1=0.5)
     with pytest.raises(ValueError, match="no 'w0' or 'ff/w0' among"):
         mulo.from_reference({f"meta/{k}": v for k, v in arrays.items()})
     with pytest.raises(ValueError, match=r"Missing.*rms_decays"):
@@ -198,30 +185,25 @@ def test_from_reference():
 
 
 def test_velo_lacks_an_array(velo_4000):
-    for name in ("rnn/step_size/w", "ff/b0"):
-        arrays = {k: v for k, v in velo_4000["plain"].items() if k != name}
-        with pytest.raises(ValueError, match=f"VeLO's array {name!r} is missing"):
-            mulo.from_reference(arrays)
+    arrays = {k: v for k, v in velo_4000["plain"].items() if k != "ff/b0"}
+    with pytest.raises(ValueError, match="VeLO's array 'ff/b0' is missing"):
+        mulo.from_reference(arrays)
 
 
 def test_from_pylo(tmp_path):
     """PyLO's MetaMLP stores torch Linear layers; its decays are given beside the file."""
     golden = Golden("small_fc_h32_sp")
-    meta = {k.removeprefix("meta/"): torch.tensor(v) for k, v in golden.z.items() if "meta/" in k}
-    state = {}
+    expected, state = golden.lo(), {}
+    weights = expected.state_dict()
     for k, name in enumerate(("input", "linear_0", "output")):
-        state[f"network.{name}.weight"] = meta[f"w{k}"].mT.contiguous()
-        state[f"network.{name}.bias"] = meta[f"b{k}"]
+        state[f"network.{name}.weight"] = weights[f"w{k}"].mT.contiguous()
+        state[f"network.{name}.bias"] = weights[f"b{k}"]
     safetensors.torch.save_file(state, tmp_path / "lo.safetensors")
     torch.save(state, tmp_path / "lo.pt")
-    decays = {k: v.tolist() for k, v in meta.items() if "decays" in k}
-    expected = golden.lo()
+    decays = {k: w.tolist() for k, w in weights.items() if "decays" in k}
     for file in ("lo.safetensors", "lo.pt"):
         lo = mulo.from_pylo(tmp_path / file, **decays, lam1=expected.config.lam1)
-        for (name, a), (_, b) in zip(
-            lo.named_parameters(), expected.named_parameters(), strict=True
-        ):
-            torch.testing.assert_close(a, b, msg=name)
+        torch.testing.assert_close(lo.state_dict(), weights)
         assert lo.config == LOConfig(hidden_size=32, lam1=expected.config.lam1)
     assert not mulo.from_pylo(tmp_path / "lo.pt").momentum_decays.any()
     torch.save({"layer.weight": torch.zeros(2)}, tmp_path / "other.pt")

@@ -16,20 +16,19 @@ KINDS = ["small_fc", "velo"]
 
 
 def plain(kind, parts=1):
-    """Parameters after a plain loop, and a net, an optimizer and data to train likewise.
+    """Parameters after a plain loop, and a net, an optimizer and batches to train likewise.
 
     VeLO compares losses, so their rounding matters: the batch is in as many parts as theirs.
     """
     lo = velo() if kind == "velo" else small(0.1)
-    x, y = task(MLP)
+    batches = list(zip(*(x.chunk(parts) for x in task(MLP)), strict=True))
     net, opt = make(lo, num_steps=STEPS)
     for _ in range(STEPS):
         opt.zero_grad()
-        batches = zip(x.chunk(parts), y.chunk(parts), strict=True)
         loss = sum(loss_of(net, *batch) / parts for batch in batches)
         loss.backward()
         opt.step(loss=loss)
-    return values(net), *make(lo, num_steps=STEPS), x, y
+    return values(net), *make(lo, num_steps=STEPS), batches
 
 
 def assert_same(net, expected):
@@ -40,11 +39,11 @@ def assert_same(net, expected):
 @pytest.mark.parametrize("kind", KINDS)
 def test_grad_scaler(kind):
     """Scaled losses train as unscaled ones; a step with infinite gradients is skipped whole."""
-    expected, net, opt, x, y = plain(kind)
+    expected, net, opt, [batch] = plain(kind)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for t in range(STEPS + 1):
         opt.zero_grad()
-        loss = loss_of(net, x, y)
+        loss = loss_of(net, *batch)
         scaler.scale(loss).backward()
         if t == STEPS:
             net[0].weight.grad[0, 0] = float("inf")
@@ -74,23 +73,23 @@ def test_autocast():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["model", "step", "loop"])
-def test_compile(what, kind):
+@pytest.mark.parametrize("compiled", ["model", "step", "loop"])
+def test_compile(compiled, kind):
     """A compiled model, with a batch in two halves; a compiled opt.step; a compiled loop body."""
-    expected, net, opt, x, y = plain(kind, parts=2)
-    model = torch.compile(net, backend="aot_eager") if what == "model" else net
-    step = torch.compile(opt.step, backend="aot_eager") if what == "step" else opt.step
+    expected, net, opt, batches = plain(kind, parts=2)
+    model = torch.compile(net, backend="aot_eager") if compiled == "model" else net
+    step = torch.compile(opt.step, backend="aot_eager") if compiled == "step" else opt.step
 
     def once():
         opt.zero_grad()
         total = 0.0
-        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-            loss = loss_of(model, a, b) / 2
+        for batch in batches:
+            loss = loss_of(model, *batch) / 2
             loss.backward()
             total = total + loss.detach()
         step(loss=total)
 
-    once = torch.compile(once, backend="aot_eager") if what == "loop" else once
+    once = torch.compile(once, backend="aot_eager") if compiled == "loop" else once
     for _ in range(STEPS):
         once()
     torch._dynamo.reset()
@@ -101,7 +100,7 @@ def test_compile(what, kind):
 def test_lightning(kind, tmp_path):
     """It passes a closure, so VeLO sees the loss; its checkpoint continues the run."""
     lightning = pytest.importorskip("lightning", reason="pip install lightning")
-    expected, net, opt, x, y = plain(kind)
+    expected, net, opt, [(x, y)] = plain(kind)
 
     class Module(lightning.LightningModule):
         def __init__(self, net, opt):
@@ -135,14 +134,14 @@ def test_lightning(kind, tmp_path):
 def test_accelerate(kind):
     """Its optimizer takes a closure; in one that returns the loss, VeLO sees it."""
     accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
-    expected, net, opt, x, y = plain(kind, parts=2)
+    expected, net, opt, batches = plain(kind, parts=2)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, opt = accelerator.prepare(net, opt)
     for _ in range(STEPS):
         losses = []
-        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        for batch in batches:
             with accelerator.accumulate(model):
-                losses.append(loss_of(model, a, b))
+                losses.append(loss_of(model, *batch))
                 accelerator.backward(losses[-1])
                 accelerator.clip_grad_norm_(model.parameters(), 1e9)
                 opt.step(lambda losses=losses: sum(losses) / 2)
@@ -154,15 +153,11 @@ def test_huggingface_trainer(tmp_path):
     """The Trainer passes no loss, so VeLO is refused. `learning_rate` is not used."""
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     pytest.importorskip("accelerate", reason="pip install accelerate")
-    expected, net, opt, x, y = plain("small_fc")
+    expected, net, opt, [(x, y)] = plain("small_fc")
 
-    class Model(nn.Module):
-        def __init__(self, net):
-            super().__init__()
-            self.net = net
-
+    class Model(nn.Sequential):
         def forward(self, x, labels):
-            return {"loss": loss_of(self.net, x, labels)}
+            return {"loss": loss_of(self[0], x, labels)}
 
     def fit(net, opt):
         args = transformers.TrainingArguments(

@@ -40,27 +40,20 @@ def test_golden(name, backend, layout):
             previous[n] = expected
 
 
-def test_closure_and_loss():
-    x, y = task(MLP)
-    nets = []
-    for _ in range(2):
-        net, opt = make(velo(), num_steps=10)
-        nets.append(net)
-        for _ in range(4):
+def test_a_closure_is_the_same_as_the_loss():
+    runs = [make(velo(), num_steps=10) for _ in range(2)]
+    for _ in range(4):
+        for net, opt in runs:
 
             def closure(net=net, opt=opt):
                 opt.zero_grad()
-                loss = loss_of(net, x, y)
+                loss = loss_of(net, *task(MLP))
                 loss.backward()
                 return loss
 
-            if len(nets) == 1:
-                loss = opt.step(closure)
-                assert loss.requires_grad
-            else:
-                loss = closure()
-                assert opt.step(loss=loss) is loss
-    assert torch.equal(values(nets[0]), values(nets[1]))
+            loss = opt.step(closure) if net is runs[0][0] else opt.step(loss=closure())
+            assert loss.requires_grad
+    assert torch.equal(values(runs[0][0]), values(runs[1][0]))
 
 
 def test_velo_says_what_it_needs():
@@ -97,23 +90,20 @@ def test_sparse_gradients_are_refused_before_anything_moves():
 def test_layouts_of_memory():
     """Transposed, strided and channels-last parameters move exactly as contiguous ones do."""
     torch.manual_seed(0)
-    lo = small(0.1)
     x, w = torch.randn(8, 4, 3, 3), torch.randn(40, 30)
-    odd = [
-        nn.Parameter(x.clone().to(memory_format=torch.channels_last)),
-        nn.Parameter(w.t().contiguous().t()),
-        nn.Parameter(torch.randn(80, 30)[::2].copy_(w)),
-    ]
-    plain = [nn.Parameter(x.clone()), nn.Parameter(w.clone()), nn.Parameter(w.clone())]
+    strided = torch.randn(80, 30)[::2].copy_(w)
+    odd = [x.to(memory_format=torch.channels_last), w.t().contiguous().t(), strided]
     assert not any(p.is_contiguous() for p in odd)
-    opts = [mulo.MuLO(odd, lo), mulo.MuLO(plain, lo)]
-    for _ in range(4):
-        for p, q in zip(odd, plain, strict=True):
-            q.grad = torch.randn(q.shape)
-            p.grad = torch.empty_like(p).copy_(q.grad)
-        for opt in opts:
+    lo, ends = small(0.1), []
+    for params in (odd, [x, w, w.clone()]):
+        params, gen = [nn.Parameter(p) for p in params], torch.Generator().manual_seed(0)
+        opt = mulo.MuLO(params, lo)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=gen))
             opt.step()
-    for p, q in zip(odd, plain, strict=True):
+        ends.append(params)
+    for p, q in zip(*ends, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
 
 
@@ -121,37 +111,29 @@ def test_layouts_of_memory():
 def test_other_dtypes(dtype):
     """State is float32; a parameter of low precision moves as its float32 copy, then is rounded."""
     torch.manual_seed(0)
-    lo = small(0.1)
-    if dtype == torch.float64:  # kept to the last digit: a step of size 0 changes nothing
-        p = nn.Parameter(torch.randn(30, 40, dtype=dtype))
-        q, start = nn.Parameter(p.detach()[:9, :9].clone()), p.detach().clone()
-        for x in (p, q):
-            x.grad = torch.randn(x.shape, dtype=dtype)
-        mulo.MuLO([p, q], lo, lr=0.0).step()
-        assert torch.equal(p.detach(), start)
-    for shapes in ([(5, 6)] * 3, [(300, 400)]):  # stacked; in blocks
-        low = [nn.Parameter(torch.randn(s).to(dtype)) for s in shapes]
-        full = [nn.Parameter(p.detach().float()) for p in low]
-        opts = [mulo.MuLO(low, lo), mulo.MuLO(full, lo)]
-        for _ in range(3):
-            for p, q in zip(low, full, strict=True):
-                p.grad = torch.randn(p.shape).to(dtype)
-                q.grad = p.grad.float()
-            for opt in opts:
-                opt.step()
-            for p, q in zip(low, full, strict=True):
-                assert all(s.dtype == torch.float32 for s in opts[0].state[p].values())
-                torch.testing.assert_close(p.detach(), q.detach().to(dtype), rtol=1e-6, atol=1e-6)
-                q.data.copy_(p.detach())
+    p, lo = nn.Parameter(torch.randn(300, 400).to(dtype)), small(0.1)
+    q = nn.Parameter(p.detach().float())
+    opts = [mulo.MuLO([x], lo) for x in (p, q)]
+    for _ in range(3):
+        p.grad = torch.randn(p.shape).to(dtype)
+        q.grad = p.grad.float()
+        for opt in opts:
+            opt.step()
+        assert all(s.dtype == torch.float32 for s in opts[0].state[p].values())
+        torch.testing.assert_close(p.detach(), q.detach().to(dtype), rtol=1e-6, atol=1e-6)
+        q.data.copy_(p.detach())
+    before = p.detach().clone()  # float64 is kept to the last digit
+    opts[0].param_groups[0]["lr"] = 0.0
+    opts[0].step()
+    assert torch.equal(p.detach(), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_that_are_not_finite(dtype):
     """They count as 0, are counted, and are warned of; nothing else is touched."""
     torch.manual_seed(0)
     lo = small(0.1)
-    init = torch.randn(3, 6, 5).to(dtype)
-    ps = [nn.Parameter(x.clone()) for x in init] + [nn.Parameter(torch.randn(7).to(dtype))]
+    ps = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((6, 5), (7,))]
     qs = [nn.Parameter(p.detach().clone()) for p in ps]
     bad, good = mulo.MuLO(ps, lo), mulo.MuLO(qs, lo)
     with warnings.catch_warnings(record=True, action="default") as caught:
@@ -162,7 +144,7 @@ def test_gradients_that_are_not_finite(dtype):
                 q.grad = torch.nan_to_num(p.grad, 0, 0, 0)
             bad.step()
             good.step()
-    assert bad.nonfinite == 3 * 3 * 4
+    assert bad.nonfinite == 3 * 3 * 2
     [warning] = caught
     assert "NaN or infinite gradient entries were replaced by 0" in str(warning.message)
     assert warning.filename == __file__
@@ -245,10 +227,7 @@ def test_initial_weights():
     assert sum(p.numel() for p in net.parameters()) == 2402 + 7
     assert net.w1.abs().max() <= 2 / 32**0.5
     assert float(net.w1.std()) == pytest.approx(0.88 / 32**0.5, rel=0.1)
-    assert not net.b0.any()
-    assert not net.momentum_decays.any()
-    released = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=512, param_inits=256))
-    assert sum(p.numel() for p in released.parameters()) == pytest.approx(2.3e6, rel=0.03)
+    assert not any(w.any() for name, w in net.named_parameters() if name[0] != "w")
 
 
 def test_step_is_pure_and_differentiable():
@@ -256,11 +235,10 @@ def test_step_is_pure_and_differentiable():
     torch.manual_seed(0)
     config = LOConfig(hidden_size=4, lam1=1.0)
     phi = mulo.stacked(mulo.SmallFC(config))
-    p, g = torch.randn(1, 5, 6), 0.1 * torch.randn(1, 5, 6)
-    dims = features.factored_dims((5, 6))
+    p, g, dims = torch.randn(1, 5, 6), 0.1 * torch.randn(1, 5, 6), (-2, -1)
     acc = features.init_accumulators(p, dims)
-    before = copy.deepcopy((phi, acc, p, g))
-    direction = torch.randn_like(phi["w0"])
+    inputs = *phi.values(), *acc, p, g
+    before, direction = copy.deepcopy(inputs), torch.randn_like(phi["w0"])
     for step in (mulo.step, folded.step):
 
         def loss(w0, step=step):
@@ -269,31 +247,24 @@ def test_step_is_pure_and_differentiable():
 
         w0 = phi["w0"].clone().requires_grad_()
         loss(w0).backward()
-        assert all(torch.equal(x, phi[k]) for k, x in before[0].items())
-        for x, y in zip((*before[1], *before[2:]), (*acc, p, g), strict=True):
-            assert torch.equal(x, y)
-        h = 1e-3
+        assert all(map(torch.equal, inputs, before))
         with torch.no_grad():
-            numeric = (loss(w0 + h * direction) - loss(w0 - h * direction)) / (2 * h)
+            numeric = (loss(w0 + 1e-3 * direction) - loss(w0 - 1e-3 * direction)) / 2e-3
         assert float((w0.grad * direction).sum()) == pytest.approx(float(numeric), rel=2e-2)
 
 
 # Mutations: one feature, one epsilon, one beta. Each must show against the golden vectors.
 
 
-def update_errors(name, layout="jax"):
+def update_errors(name):
     """Largest error of the updates, relative to the largest update, over all tensors and steps."""
-    golden = Golden(name)
-    previous = {n: golden[f"param_init/{n}"] for n in golden.names}
-    worst = 0.0
-    for s, params, _ in run(golden, layout, "folded"):
+    golden, worst = Golden(name), 0.0
+    for s, params, _ in run(golden, "torch", "folded"):
         for n, p in params.items():
             size = abs(golden[f"out/{n}/step"][s]).max() * float(golden.z.get(f"mup_lr/{n}", 1))
-            got = previous[n] - p.detach().numpy()
-            expected = previous[n] - golden[f"out/{n}/param"][s]
-            worst = max(worst, abs(got - expected).max() / max(size, 1e-30))
-            previous[n] = golden[f"out/{n}/param"][s]
-            p.data.copy_(torch.tensor(previous[n]))
+            expected = to_torch_layout(golden[f"out/{n}/param"][s])
+            worst = max(worst, abs(p.detach().numpy() - expected).max() / max(size, 1e-30))
+            p.data.copy_(torch.tensor(expected))
     return worst
 
 
@@ -319,18 +290,16 @@ MUTANTS = {
         lambda f: lambda ms, eps: f(ms, eps._replace(rms=0.0)),
     ),
     "beta: 0.99 for V": (
-        "accumulate",
-        lambda f: (
-            lambda acc, g, dims, rates, eps: f(acc, g, dims, rates._replace(V=10 * rates.V), eps)
-        ),
+        "rates_of",
+        lambda f: lambda phi: (x := f(phi))._replace(V=10 * x.V),
     ),
     "beta: those of r and c reversed": (
-        "accumulate",
-        lambda f: (
-            lambda acc, g, dims, rates, eps: f(
-                acc, g, dims, rates._replace(rc=rates.rc.flip(-1)), eps
-            )
-        ),
+        "rates_of",
+        lambda f: lambda phi: (x := f(phi))._replace(rc=x.rc.flip(-1)),
+    ),
+    "axes: ties as in JAX, for torch's layout": (
+        "factored_dims",
+        lambda f: lambda shape, out_axis: f(shape, -1),
     ),
 }
 
@@ -342,17 +311,6 @@ def test_mutants_are_seen(mutant, monkeypatch):
         monkeypatch.setattr(features, name, mutate(getattr(features, name)))
     error = update_errors("small_fc_h4_bigmult")
     assert error < 2e-5 if mutant is None else error > 1e-3
-
-
-def test_ties_swapped_are_seen(monkeypatch):
-    """The error of copying JAX's rule for square tensors into torch's layout."""
-    golden = Golden("small_fc_h4_bigmult")
-    monkeypatch.setattr(
-        features, "factored_dims", lambda shape, out_axis, f=features.factored_dims: f(shape, -1)
-    )
-    for s, params, _ in run(golden, "torch", "folded"):
-        moved = abs(params["e_square"].detach().numpy().T - golden["out/e_square/param"][s]).max()
-    assert moved > 0.1
 
 
 # 20 steps on every rank by the release before this one: results of users must not change.
@@ -374,8 +332,7 @@ def test_as_before(name, backend):
     params = [nn.Parameter(torch.tensor(x)) for x in start]
     groups = [{"params": [p], "scale": 1 / k, "fan_in": k} for k, p in enumerate(params, 1)]
     groups[3]["out_axis"] = int(not variant)
-    file = GOLDEN / f"{'mulo_m' if variant else name}.pt"
-    lo = mulo.load(file, **changes.get(name, {}))
+    lo = mulo.load(GOLDEN / f"{'mulo_m' if variant else name}.pt", **changes.get(name, {}))
     decay = 0.0 if variant else 0.01
     opt = mulo.MuLO(groups, lo, num_steps=20, weight_decay=decay, backend=backend)
     rng = np.random.default_rng(0)

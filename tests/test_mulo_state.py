@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from user_models import MLP, loss_of, make, small, task, train, values, velo
+from user_models import MLP, make, small, task, train, values, velo
 
 import mulo
 from mulo import LOConfig
+
+
+def assert_equal(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @given(
@@ -22,17 +26,10 @@ from mulo import LOConfig
     kind=st.sampled_from(["small_fc", "velo"]),
     eps=st.sampled_from(["reference", "relative", "fan_in"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    options=st.fixed_dictionaries(
-        {
-            "lr": st.floats(0, 2, allow_subnormal=False),
-            "scale": st.floats(0.1, 1),
-            "weight_decay": st.floats(0, 0.1, allow_subnormal=False),
-        }
-    ),
     steps=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, options, steps, seed):
+def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, steps, seed):
     """Tensors of any shape in two groups, some without a gradient, saved to a file after any step
     and loaded into a new optimizer, which does not change what was loaded."""
     lo = velo() if kind == "velo" else small(0.1)
@@ -40,7 +37,7 @@ def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, options, steps,
     gen = torch.Generator().manual_seed(seed)
 
     def optimizer(params):
-        half = len(params) // 2
+        half, options = len(params) // 2, {"lr": 0.7, "scale": 0.3, "weight_decay": 0.01}
         groups = [{"params": params[:half], **options}, {"params": params[half:]}]
         return mulo.MuLO([g for g in groups if g["params"]], lo, num_steps=9)
 
@@ -68,10 +65,8 @@ def test_any_state_goes_on_bit_for_bit(shapes, kind, eps, dtype, options, steps,
         step(opt2, params2, gen2)
     for p, q in zip(params, params2, strict=True):
         assert torch.equal(p, q)
-        assert opt.state[p].keys() == opt2.state[q].keys()
-        assert all(torch.equal(x, opt2.state[q][k]) for k, x in opt.state[p].items())
-    for key, tensors in state["state"].items():
-        assert all(torch.equal(x, untouched[key][k]) for k, x in tensors.items())
+        assert_equal(opt.state[p], opt2.state[q])
+    assert_equal(state["state"], untouched)
 
 
 def test_mismatched_state_is_refused_whole():
@@ -81,32 +76,23 @@ def test_mismatched_state_is_refused_whole():
     good = copy.deepcopy(opt.state_dict())
     wide_net, wide = make(width=32)
     train(wide_net, wide, 1, x, y)
-    bad = copy.deepcopy(good)
-    bad["state"][0]["extra"] = torch.zeros(1)
+    first = good["state"][0]
     for state, message in (
         (torch.optim.Adam(net.parameters()).state_dict(), "not a state_dict of MuLO"),
         (mulo.MuLO(net.parameters(), opt.lo).state_dict(), "groups of .*, not of"),
-        (good | {"state": {0: {**good["state"][0], "M": 3}}}, "does not fit it"),
+        (good | {"state": {0: first | {"M": 3}}}, "does not fit it"),
+        (good | {"state": {0: first | {"extra": torch.zeros(1)}}}, "does not fit it"),
         (wide.state_dict(), "state of parameter '0.weight' does not fit it"),
-        (bad, "does not fit it"),
     ):
         with pytest.raises(ValueError, match=message):
             opt.load_state_dict(state)
-    for k, state in opt.state_dict()["state"].items():
-        assert all(torch.equal(v, good["state"][k][name]) for name, v in state.items())
-    with pytest.raises(ValueError, match="does not fit it"):
-        mulo.MuLO(make()[1].param_groups, velo(), num_steps=9).load_state_dict(good)
-    make(width=32)[1].load_state_dict(wide.state_dict())
-    net, opt = make(velo(), num_steps=9)
-    train(net, opt, 2, x, y, with_loss=True)
-    state = copy.deepcopy(opt.state_dict())
-    for saved in state["state"].values():
-        del saved["loss"]
-    with pytest.raises(ValueError, match="does not fit it"):
-        opt.load_state_dict(state)
-    other = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=6, param_inits=4))
-    with pytest.raises(ValueError, match="does not fit it"):
-        make(other, num_steps=9)[1].load_state_dict(opt.state_dict())
+    assert_equal(opt.state_dict()["state"], good["state"])
+    trained = make(velo(), num_steps=9)
+    train(*trained, 2, x, y, with_loss=True)
+    smaller = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=6, param_inits=4))
+    for lo, state in ((velo(), good), (smaller, trained[1].state_dict())):
+        with pytest.raises(ValueError, match="does not fit it"):
+            make(lo, num_steps=9)[1].load_state_dict(state)
 
 
 def test_copies():
@@ -124,19 +110,14 @@ def test_copies():
 
 def test_state_can_be_edited():
     """A state that is replaced, or changed in place, is what the next step uses."""
-    x, y = task(MLP)
     net, opt = make()
-    train(net, opt, 2, x, y)
-    p = net[2].weight
+    train(net, opt, 2, *task(MLP))
+    p, q = net[2].weight, net[4].weight
     opt.state[p]["M"] = torch.zeros_like(opt.state[p]["M"])
-    opt.state[net[4].weight]["V"].zero_()
-    opt.zero_grad()
-    loss_of(net, x, y).backward()
-    opt.step()
-    g = p.grad
-    torch.testing.assert_close(opt.state[p]["M"][0], 0.1 * g, rtol=1e-4, atol=1e-9)
-    g = net[4].weight.grad
-    torch.testing.assert_close(opt.state[net[4].weight]["V"], 0.001 * g**2, rtol=1e-3, atol=1e-12)
+    opt.state[q]["V"].zero_()
+    train(net, opt, 1, *task(MLP))
+    torch.testing.assert_close(opt.state[p]["M"][0], 0.1 * p.grad, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(opt.state[q]["V"], 0.001 * q.grad**2, rtol=1e-3, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -147,32 +128,31 @@ def test_distributed_checkpoint(lo, option, tmp_path):
     creates the state by a step, with lr 0 and gradients 0, which does not count."""
     (x, y), lo = task(MLP), lo()
     options, velo = dcp_state.StateDictOptions(**{option: True}), isinstance(lo, mulo.VeLO)
+
+    def states(run):
+        names = "model_state_dict", "optim_state_dict"
+        return dict(zip(names, dcp_state.get_state_dict(*run, options=options), strict=True))
+
     plain, net, other = (make(lo, num_steps=9) for _ in range(3))
-    for run in (net, other):
-        saved = dict(
-            zip(("net", "opt"), dcp_state.get_state_dict(*run, options=options), strict=True)
-        )
-        if run is net:
-            for trained in (plain, net):
-                train(*trained, 2, x, y, with_loss=velo)
-            assert torch.equal(values(net[0]), values(plain[0]))
-            saved = dict(
-                zip(("net", "opt"), dcp_state.get_state_dict(*net, options=options), strict=True)
-            )
-            dcp.save(saved, checkpoint_id=tmp_path)
-    dcp.load(saved, checkpoint_id=tmp_path)
-    states = {"model_state_dict": saved["net"], "optim_state_dict": saved["opt"]}
-    dcp_state.set_state_dict(*other, **states, options=options)
+    states(net)
+    for run in (plain, net):
+        train(*run, 2, x, y, with_loss=velo)
+    assert torch.equal(values(net[0]), values(plain[0]))
+    dcp.save(states(net), checkpoint_id=tmp_path)
+    loaded = states(other)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    dcp_state.set_state_dict(*other, **loaded, options=options)
     for run in (net, other):
         train(*run, 2, x, y, with_loss=velo)
     assert torch.equal(values(net[0]), values(other[0]))
 
 
-def test_warm_up_from_zero_is_a_step():
-    """Unlike DCP's: there are gradients."""
-    net, opt = make(lr=0.0)
-    before = values(net)
-    train(net, opt, 1, *task(MLP))
-    assert torch.equal(values(net), before)
+@pytest.mark.parametrize(("lr", "gradient"), [(0.0, 1.0), (1.0, 0.0)])
+def test_other_steps_count(lr, gradient):
+    """Unlike DCP's, which has lr 0 and gradients of 0."""
+    p = nn.Parameter(torch.ones(3))
+    opt = mulo.MuLO([p], small(), lr=lr)
+    p.grad = torch.full((3,), gradient)
+    opt.step()
+    assert torch.equal(p, torch.ones(3)) == (lr == 0)
     assert opt.param_groups[0]["step"] == 1
-    assert any(state["V"].any() for state in opt.state.values())

@@ -29,35 +29,31 @@ class ConvNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, with the 1/d_head of μP: queries and keys are aligned."""
+    """Causal self-attention of 4 heads, with the 1/d_head of μP: queries and keys are aligned."""
 
-    def __init__(self, width: int, heads: int = 4):
+    def __init__(self, width: int):
         super().__init__()
-        self.heads = heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x):
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
-        y = nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=1 / q.shape[-1]
-        )
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attend = nn.functional.scaled_dot_product_attention
+        y = attend(q, k, v, is_causal=True, scale=1 / q.shape[-1])
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class Transformer(nn.Module):
-    def __init__(self, width: int, vocab: int = 11, length: int = 8):
+    def __init__(self, width: int):
         super().__init__()
-        self.tokens = nn.Embedding(vocab, width)
-        self.positions = nn.Parameter(0.1 * torch.randn(1, length, width))
+        self.tokens = nn.Embedding(11, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(1, 8, width))
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
         self.attention = Attention(width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.head = nn.Linear(width, vocab)
+        self.head = nn.Linear(width, 11)
 
-    def forward(self, x):  # (b, length)
+    def forward(self, x):  # (b, 8)
         x = self.tokens(x) + self.positions
         x = x + self.attention(self.norm1(x))
         x = x + self.down(self.up(self.norm2(x)).relu())
@@ -67,10 +63,10 @@ class Transformer(nn.Module):
 class TiedMLP(nn.Module):
     """A residual MLP on tokens; its embedding and readout share their weight, as in GPT-2."""
 
-    def __init__(self, width: int, vocab: int = 11):
+    def __init__(self, width: int):
         super().__init__()
-        self.tokens, self.norm = nn.Embedding(vocab, width), nn.LayerNorm(width)
-        self.body, self.head = nn.Linear(width, width), nn.Linear(width, vocab, bias=False)
+        self.tokens, self.norm = nn.Embedding(11, width), nn.LayerNorm(width)
+        self.body, self.head = nn.Linear(width, width), nn.Linear(width, 11, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, x):  # (b,)
@@ -108,21 +104,21 @@ def small(lam1=0.01):
     return mulo.SmallFC(LOConfig(hidden_size=4, lam1=lam1))
 
 
-def make(lo=None, model=MLP, width=16, seed=0, **kwargs):
+def velo():
+    torch.manual_seed(5)
+    return mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=8, param_inits=4))
+
+
+def make(lo=None, width=16, seed=0, **kwargs):
+    """An MLP under μP and its optimizer."""
     torch.manual_seed(seed)
-    lo = lo or small()
-    roles = mulo.infer_roles(model, width)
-    net = mulo.init_(model(width), roles)
+    lo, roles = lo or small(), mulo.infer_roles(MLP, width)
+    net = mulo.init_(MLP(width), roles)
     return net, mulo.MuLO(mulo.param_groups(net, roles), lo, **kwargs)
 
 
-def velo():
-    torch.manual_seed(5)
-    config = LOConfig(net="velo", hidden_size=4, lstm_hidden=8, param_inits=4)
-    return mulo.VeLO(config)
-
-
 def train(net, opt, steps, x, y, with_loss=False):
+    """Train on one batch; return the loss after it."""
     for _ in range(steps):
         opt.zero_grad()
         loss = loss_of(net, x, y)
