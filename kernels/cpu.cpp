@@ -240,14 +240,13 @@ struct Step {
         return own.g;
     }
 
-    // Pass 1; returns false if g must be cleaned. own.lane has a line's sums at column % span, a multiple
+    // Pass 1; returns false if g may have entries to clean. own.lane has a line's sums at column % span, a multiple
     // of C, and of W if C is small, which avoids store-to-load forwarding stalls
     bool square(const Block &b, bool clean) {
         long span = joined ? COLS : t.C;
         while (span < 128 && (span % W || span < 4 * W)) span *= 2;
         const long longest = length(b, b.x), used = std::min(span, longest) + W;
         double *old = &work.old[5 * b.id];
-        Int largest{};
         std::fill_n(own.column, longest + W, 0.f), std::fill_n(old, 5, 0.);
         for (long x = b.x; x < b.x1; x += tall) {
             const long i = row(b.q, x), at = i * N + b.j, n = length(b, x);
@@ -256,8 +255,6 @@ struct Step {
             std::fill_n(own.lane, used, 0.f);
             for (long j = 0, phase = 0; j < n; j += W) {
                 Vec y = Lanes{n - j}.load(g + j);
-                Int bits = (Int)y & 0x7fffffff;
-                largest = bits > largest ? bits : largest;  // NaN and infinity exceed all numbers
                 store(own.column + j, load(own.column + j) + y * y);
                 store(own.lane + phase, load(own.lane + phase) + y * y);
                 if ((phase += W) >= span) phase -= span;
@@ -280,9 +277,7 @@ struct Step {
             for (long l = 0; l < columns; l++) own.mean[l] += own.column[j + l];
         float *out = work.sums[1].data() + b.x / (ROWS * tall) * axis[1].size + b.q * N + b.j;
         if (!vector) std::copy_n(own.mean, columns, out);
-        bool good = true;
-        for (int l = 0; l < W; l++) good &= ((Vec)largest)[l] <= CLIP;
-        return good;
+        return old[0] <= double(CLIP) * CLIP;
     }
 
     // r and c: the mean of g^2 from the sums of blocks, then a lerp for each decay
