@@ -120,8 +120,8 @@ def triton_launches(monkeypatch):
 
     launched = []
     monkeypatch.setattr(type(gpu.update), "run", count)
-    monkeypatch.setitem(kernels.LAUNCH, "meta", kernels.launch_gpu)
-    monkeypatch.setitem(kernels.STATISTICS, "meta", kernels.statistics_gpu)
+    monkeypatch.setitem(kernels.LAUNCH, "meta", kernels.LAUNCH["cuda"])
+    monkeypatch.setitem(kernels.STATISTICS, "meta", kernels.STATISTICS["cuda"])
     return launched
 
 
@@ -200,14 +200,13 @@ def test_a_step_is_not_captured_in_a_cuda_graph(monkeypatch):
     assert torch.equal(p, torch.ones(3))
 
 
-def test_a_missing_python_header_is_named(monkeypatch, tmp_path):
+def test_missing_python_headers_are_named(monkeypatch):
     def fails(config, device):
         raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c", *500 * ["-I/usr"]])
 
     monkeypatch.setattr(kernels, "self_check", fails)
-    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
     reason = kernels.refusal(mulo.LOConfig(), torch.device("cuda"))
-    assert reason == "Triton compiles a C module and needs Python.h: install python3-dev"
+    assert reason == "Triton cannot compile its C module: install gcc and python3-dev"
 
 
 def test_tensors_beyond_32_bit_offsets_are_not_for_the_kernel():
@@ -219,18 +218,6 @@ def test_tensors_beyond_32_bit_offsets_are_not_for_the_kernel():
     p = nn.Parameter(torch.empty(2**25, device="meta"))
     p.grad = torch.empty_like(p)
     mulo.MuLO([p], mulo.SmallFC(), backend="kernel").step()
-
-
-def test_a_step_of_adam_does_not_sync(images):
-    task = tasks.get("fashion8_mlp_w16_d3", batch_size=4)
-    with Gpu() as gpu:
-        theta = {k: p.to("meta") for k, p in task.init(2, torch.Generator()).items()}
-        opt = training.Adam(task, torch.tensor([0.1, 0.2]), weight_decay=0.1)
-        state = opt.init(theta)
-        gpu.clear()
-        opt.step(state, theta, {k: torch.zeros_like(p) for k, p in theta.items()}, t=3)
-    assert not gpu.syncs
-    assert gpu.kernels <= 20 * len(theta)
 
 
 class Products(TorchDispatchMode):
@@ -249,8 +236,8 @@ class Products(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def legacy(precision):
-    torch.set_float32_matmul_precision(precision)
+def legacy_api():
+    torch.set_float32_matmul_precision("medium")  # TF32 on GPUs, bf16 on CPUs
     yield
     torch.set_float32_matmul_precision("highest")
 
@@ -263,12 +250,8 @@ def new_api():
     torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
-SETTINGS = {
-    "high": lambda: legacy("high"),
-    "medium": lambda: legacy("medium"),
-    "new": new_api,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def precisions():
@@ -276,16 +259,13 @@ def precisions():
     return [x.fp32_precision for x in backends]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("net", ["small_fc", "velo"])
-def test_the_callers_precision_does_not_reach_the_step(net, setting):
+@pytest.mark.parametrize("setting", [legacy_api, new_api, autocast])
+@pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
+def test_the_callers_precision_does_not_reach_the_step(name, setting):
     """The self-check, a step and an inner step of meta-training multiply in float32."""
-    r = metatrain.recipe(
-        "mulo_m" if net == "small_fc" else "muvelo_m", truncation=2, widths=(8,), pairs=1,
-        backend="folded",
-    )  # fmt: skip
+    r = metatrain.recipe(name, truncation=2, widths=(8,), pairs=1, backend="folded")
     lo, results = metatrain.new_lo(r), []
-    for context in (contextlib.nullcontext, SETTINGS[setting]):
+    for context in (contextlib.nullcontext, setting):
         p = nn.Parameter(torch.ones(4, 6))
         p.grad = torch.linspace(-1, 1, 24).view(4, 6)
         opt = mulo.MuLO([p], lo, num_steps=9, backend="folded")
@@ -302,7 +282,7 @@ def test_the_callers_precision_does_not_reach_the_step(net, setting):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("setting", ["high", "new"])
+@pytest.mark.parametrize("setting", [legacy_api, new_api])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_gradients_use_tf32_only_if_asked(tf32, setting):
     """Whether the caller used the legacy or the new API; their setting is restored."""
@@ -315,7 +295,7 @@ def test_gradients_use_tf32_only_if_asked(tf32, setting):
             return task.losses(theta, batch)
 
     theta, gen = task.init(1, torch.Generator()), torch.Generator()
-    with SETTINGS[setting]():
+    with setting():
         before = precisions()
         training.gradients(Spy, theta, training.batches(task.data(), [gen], 4), tf32)
         assert precisions() == before
