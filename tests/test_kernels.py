@@ -250,13 +250,14 @@ def test_threads_do_not_change_a_bit():
 def test_a_kernel_takes_what_it_can():
     """Non-contiguous and float64 parameters go to the folded step, in the same call."""
     torch.manual_seed(0)
+    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
     start = [torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(6, 8).double(), torch.randn(9)]
     moved = []
     for backend in ("kernel", "literal"):
         ps = [nn.Parameter(x.clone()) for x in start]
         for p, x in zip(ps, start, strict=True):
             p.grad = x.sin()
-        opt = mulo.MuLO(ps, mulo.SmallFC(LOConfig(lam1=0.1)), backend=backend)
+        opt = mulo.MuLO(ps, lo, backend=backend)
         for _ in range(3):
             opt.step()
         moved.append(ps)
@@ -268,7 +269,8 @@ def one_tensor(*shape, backend="kernel"):
     """A parameter of ones, its gradient of ones, and its optimizer."""
     p = nn.Parameter(torch.ones(shape))
     p.grad = torch.ones(shape)
-    return p, mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend=backend)
+    lo = mulo.SmallFC(LOConfig(hidden_size=4), torch.Generator().manual_seed(0))
+    return p, mulo.MuLO([p], lo, backend=backend)
 
 
 def test_what_is_written_by_address_is_known_to_autograd():
