@@ -22,7 +22,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 import threading
 import warnings
@@ -97,7 +96,7 @@ def refusal(config, device: torch.device) -> str | None:
         return f"it supports up to {MAX_LAYERS} hidden layers of up to {max_size} units"
     if device.type not in LAUNCH:
         return "there are kernels for CPUs and CUDA only"
-    if device.type == "meta":  # stands for a GPU in tests
+    if device.type == "meta":
         return None
     try:
         if device.type == "cpu":
@@ -106,10 +105,8 @@ def refusal(config, device: torch.device) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # whatever is wrong with the kernel, "auto" must work
-        header = Path(sysconfig.get_path("include"), "Python.h")
-        called = isinstance(problem, subprocess.CalledProcessError)
-        if called and device.type == "cuda" and not header.exists():
-            return "Triton compiles a C module and needs Python.h: install python3-dev"
+        if isinstance(problem, subprocess.CalledProcessError):  # gcc, most often without Python.h
+            return "Triton cannot compile its C module: install gcc and python3-dev"
         return (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")
     if error <= TOLERANCE:
         return None
@@ -266,25 +263,20 @@ def launch_cpu(config, table: np.ndarray, _, alpha: Tensor | None, bad: Tensor |
         bad += count
 
 
-def launch_gpu(*args) -> None:
-    from mulo.kernels import gpu  # imports triton, which is optional
-
-    gpu.step_(*args)
-
-
 def statistics_cpu(config, table: np.ndarray, out: Tensor) -> None:
     run = library(config.hidden_size, config.hidden_layers, config.num_features).statistics
     run(table.ctypes, table.size, out.numpy().ctypes, torch.get_num_threads())
 
 
-def statistics_gpu(config, table: np.ndarray, out: Tensor) -> None:
-    from mulo.kernels import gpu
+def triton_kernels():
+    from mulo.kernels import gpu  # imports triton, which is optional
 
-    gpu.statistics_(config, table, out)
+    return gpu
 
 
-LAUNCH = {"cpu": launch_cpu, "cuda": launch_gpu, "meta": lambda *args: None}
-STATISTICS = {"cpu": statistics_cpu, "cuda": statistics_gpu, "meta": lambda *args: None}
+LAUNCH = {"cpu": launch_cpu, "cuda": lambda *args: triton_kernels().step_(*args)}
+STATISTICS = {"cpu": statistics_cpu, "cuda": lambda *args: triton_kernels().statistics_(*args)}
+LAUNCH["meta"] = STATISTICS["meta"] = lambda *args: None  # stands for a GPU in tests
 
 
 # ---------------------------------------------------------------- building the C++
@@ -320,9 +312,7 @@ def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     march = MARCH.get(torch.backends.cpu.get_cpu_capability(), ["-DWIDTH=4"])
     shape = f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"
     command = [*compiler, *FLAGS, *march, *shape]
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True)
-    parts = "\n".join([*command, version.stdout, SOURCE.read_text("utf-8")])
-    name = f"cpu-{_sha256(parts.encode())}"
+    name = f"cpu-{_sha256(' '.join(command).encode() + SOURCE.read_bytes())}"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(cache if os.path.isabs(cache) else os.devnull, "mulo")  # devnull: there is no home
     for path in cache.glob(f"{name}-*.so"):

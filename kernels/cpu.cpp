@@ -214,7 +214,6 @@ struct Step {
     const long blocks = (joined ? t.A : batches) * down * across;
     const Axis axis[2] = {{t.kind == 1 ? t.r : t.c, rows * t.C, t.A, t.X, t.B * t.C, t.kind == 1},
                           {t.kind == 1 ? t.c : t.r, batches * N, batches, t.Y, t.C, t.kind == 2}};
-    const long chunks_x = (axis[0].size + COLS - 1) / COLS, chunks = chunks_x + (axis[1].size + COLS - 1) / COLS;
     const float *const net = t.net, *const w0 = net + 7, *const b0 = w0 + FEATURES * H, *const w1 = b0 + H;
     const float *const rate_M = net, rate_V = net[3], *const rate_rc = net + 4;
     const float e6 = 1e-6f * t.eps, e8 = 1e-8f * t.eps, e9 = 1e-9f * t.eps, floor_q = relative ? 0 : 1e-30f * t.eps;
@@ -240,14 +239,13 @@ struct Step {
         return own.g;
     }
 
-    // Pass 1; returns false if g must be cleaned. own.lane has a line's sums at column % span, a multiple
+    // Pass 1; returns false if g may have entries to clean. own.lane has a line's sums at column % span, a multiple
     // of C, and of W if C is small, which avoids store-to-load forwarding stalls
     bool square(const Block &b, bool clean) {
         long span = joined ? COLS : t.C;
         while (span < 128 && (span % W || span < 4 * W)) span *= 2;
         const long longest = length(b, b.x), used = std::min(span, longest) + W;
         double *old = &work.old[5 * b.id];
-        Int largest{};
         std::fill_n(own.column, longest + W, 0.f), std::fill_n(old, 5, 0.);
         for (long x = b.x; x < b.x1; x += tall) {
             const long i = row(b.q, x), at = i * N + b.j, n = length(b, x);
@@ -256,8 +254,6 @@ struct Step {
             std::fill_n(own.lane, used, 0.f);
             for (long j = 0, phase = 0; j < n; j += W) {
                 Vec y = Lanes{n - j}.load(g + j);
-                Int bits = (Int)y & 0x7fffffff;
-                largest = bits > largest ? bits : largest;  // NaN and infinity exceed all numbers
                 store(own.column + j, load(own.column + j) + y * y);
                 store(own.lane + phase, load(own.lane + phase) + y * y);
                 if ((phase += W) >= span) phase -= span;
@@ -280,16 +276,13 @@ struct Step {
             for (long l = 0; l < columns; l++) own.mean[l] += own.column[j + l];
         float *out = work.sums[1].data() + b.x / (ROWS * tall) * axis[1].size + b.q * N + b.j;
         if (!vector) std::copy_n(own.mean, columns, out);
-        bool good = true;
-        for (int l = 0; l < W; l++) good &= ((Vec)largest)[l] <= CLIP;
-        return good;
+        return old[0] <= double(CLIP) * CLIP;
     }
 
     // r and c: the mean of g^2 from the sums of blocks, then a lerp for each decay
-    void mix(long chunk) {
-        const bool y = chunk >= chunks_x;
+    void mix(bool y, long at) {
         const Axis &x = axis[y];
-        const long at = (chunk - y * chunks_x) * COLS, n = std::min(x.size - at, long(COLS));
+        const long n = std::min<long>(x.size - at, COLS);
         std::fill_n(own.mean, n, 0.);
         for (long part = 0; part < (y ? down : across); part++)
             for (long j = 0; j < n; j++) own.mean[j] += work.sums[y][part * x.size + at + j];
@@ -502,7 +495,8 @@ struct Step {
             if (!square(block(i), false)) work.dirty = true, square(block(i), true);
         });
         dirty = work.dirty;
-        if (!vector) team.each(chunks, [&](long i) { mix(i); });
+        for (int y = 0; y < 2 && !vector; y++)
+            team.each((axis[y].size + COLS - 1) / COLS, [&](long i) { mix(y, i * COLS); });
         epsilons();
         if (!vector) team.each(6, [&](long i) { factor(i % 3, i / 3); });
         team.each(blocks, [&](long i) { vector ? pass<true, true>(block(i)) : pass<false, true>(block(i)); });

@@ -322,8 +322,27 @@ def accumulate(rows, plan, index, work, CASE: tl.constexpr):
 
 
 @triton.jit
-def fold_side(row, side, k, t_max, CASE: tl.constexpr):
+def fold_dense(row, CASE: tl.constexpr):
+    """The rows of W0 of the dense features, times 1/RMS."""
+    k, h, m = tl.arange(0, 32), tl.arange(0, CASE.HP), tl.arange(0, 16)
+    sums, count = tl.zeros([16, 32], tl.float32), tl.load(row.plan + SQUARES_N)
+    for first in range(0, count, 16):
+        ok = (first + m < count)[:, None] & (k < CASE.D)[None, :]
+        at = (first + m)[:, None] * CASE.D + k[None, :]
+        sums += tl.load(place(row, SQUARES) + at, ok, 0.0)
+    by = inverse_rms(tl.sum(sums, 0) / row.n.to(tl.float32), row.eps, CASE)
+    feature = tl.where(k < CASE.D - 3, k, k + 12)  # F_mom comes after r and c
+    ok, out = (k < CASE.D)[:, None] & (h < CASE.H)[None, :], place(row, FOLDED) + 4
+    w0 = tl.load(row.net + 7 + feature[:, None] * CASE.H + h[None, :], ok, 0.0)
+    tl.store(out + k[:, None] * CASE.HP + h[None, :], w0 * by[:, None], (k < CASE.D)[:, None])
+
+
+@triton.jit
+def fold(rows, plan, index, work, t_max, CASE: tl.constexpr):
     """The features of r (or c) in blocks times their rows of W0; those of r add b0 and time."""
+    row, side, k = job(rows, plan, index, work)
+    if (side == 1) & (k == 0):
+        fold_dense(row, CASE)
     s, h = side_of(row, side), tl.arange(0, CASE.HP)
     w0, ok_h, ok_c = row.net + 7 + h, h < CASE.H, (h < CASE.H) & (row.kind == 0)
     bias = tl.load(w0 + CASE.F * CASE.H, ok_h, 0.0)
@@ -347,32 +366,6 @@ def fold_side(row, side, k, t_max, CASE: tl.constexpr):
             value = tl.load(place(row, VALUES + side) + (6 + d) * s.n + e, ok, 0.0)
             y += value[:, None] * weights[d][None, :]
         tl.store(place(row, OUT + side) + e[:, None] * CASE.HP + h[None, :], y, ok[:, None])
-
-
-@triton.jit
-def fold_dense(row, CASE: tl.constexpr):
-    """The rows of W0 of the dense features, times 1/RMS."""
-    k, h, m = tl.arange(0, 32), tl.arange(0, CASE.HP), tl.arange(0, 16)
-    sums, count = tl.zeros([16, 32], tl.float32), tl.load(row.plan + SQUARES_N)
-    for first in range(0, count, 16):
-        ok = (first + m < count)[:, None] & (k < CASE.D)[None, :]
-        at = (first + m)[:, None] * CASE.D + k[None, :]
-        sums += tl.load(place(row, SQUARES) + at, ok, 0.0)
-    by = inverse_rms(tl.sum(sums, 0) / row.n.to(tl.float32), row.eps, CASE)
-    feature = tl.where(k < CASE.D - 3, k, k + 12)  # F_mom comes after r and c
-    ok, out = (k < CASE.D)[:, None] & (h < CASE.H)[None, :], place(row, FOLDED) + 4
-    w0 = tl.load(row.net + 7 + feature[:, None] * CASE.H + h[None, :], ok, 0.0)
-    tl.store(out + k[:, None] * CASE.HP + h[None, :], w0 * by[:, None], (k < CASE.D)[:, None])
-
-
-@triton.jit
-def fold(rows, plan, index, work, t_max, CASE: tl.constexpr):
-    """Fold a block of side 0 or 1; as side 2, fold the dense features."""
-    row, side, k = job(rows, plan, index, work)
-    if side < 2:
-        fold_side(row, side, k, t_max, CASE)
-    else:
-        fold_dense(row, CASE)
 
 
 @triton.jit
@@ -550,7 +543,7 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
         (factor, index(*on_sides), case),
         (sides, index(*on_sides), case),
         (accumulate, index((programs, None, tiles_each)), case),
-        (fold, index(*on_sides, (np.ones_like(A), 2, 0)), case),
+        (fold, index(*on_sides), case),
         (update, index((tiles(update_case), None, 0)), update_case),
         (moments, index((chunks, None, 0)), None),
         (combine, index((np.ones_like(A), chunks.cumsum() - chunks, chunks)), None),

@@ -45,8 +45,8 @@ def backend(request, monkeypatch):
     """A backend by name; "triton" runs the GPU's kernels on the CPU, in Triton's interpreter."""
     if request.param == "triton":
         pytest.importorskip("triton", reason="needs triton 3.7.1, which torch's CUDA build brings")
-        monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.launch_gpu)
-        monkeypatch.setitem(kernels.STATISTICS, "cpu", kernels.statistics_gpu)
+        monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.LAUNCH["cuda"])
+        monkeypatch.setitem(kernels.STATISTICS, "cpu", kernels.STATISTICS["cuda"])
     return request.param
 
 
@@ -116,38 +116,16 @@ class Case:
         return worst, bad
 
 
-def case_for(backend, config, shapes, **options):
-    """A case; a small one in Triton's interpreter, which takes a second for a few tensors."""
-    if backend == "triton":
-        options["P"] = min(options.get("P", 1), 2)
-        shapes = [shape for shape in shapes if np.prod(shape) <= 100]
-        shapes = [(7,), (5, 9), (4, 3, 2)] if len(shapes) > 6 else shapes
-    return Case(config, shapes, **options)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_backends_are_one_step(backend, name):
-    """Every shape in one call, shared weights (one set per tensor for VeLO), three steps."""
-    config = CONFIGS[name]
-    case = case_for(backend, config, SHAPES)
-    for _ in range(1 if backend == "triton" else 3):
+    """Every shape in one call, shared weights (one set per tensor for VeLO), three steps. Triton's
+    interpreter takes a second for a few tensors: one step, with weights per net."""
+    slow = backend == "triton"
+    shapes = [(7,), (5, 9), (4, 3, 2), (2, 3, 2, 4)] if slow else SHAPES
+    case = Case(CONFIGS[name], shapes, own=slow)
+    for _ in range(1 if slow else 3):
         worst, _ = case.compare(backend, case.gradients(), TOLERANCE[backend])
     assert worst > 0  # it is not the literal step itself
-
-
-@pytest.mark.parametrize("name", ["H=4", "velo"])
-def test_own_weights(backend, name):
-    """One set of weights per particle, and per particle and tensor."""
-    case = case_for(backend, CONFIGS[name], [(7,), (5, 9), (6, 4, 3, 3)], P=3, own=True)
-    case.compare(backend, case.gradients(), TOLERANCE[backend])
-
-
-@pytest.mark.parametrize("out_axis", [1, -1])
-def test_layouts(backend, out_axis):
-    shapes = [(6, 6), (2, 3, 2, 4)]
-    shapes += [(4, 6), (6, 4), (5, 5, 3), (4, 4, 2, 2)] if backend != "triton" else []
-    case = case_for(backend, CONFIGS["H=4"], shapes, out_axis=out_axis)
-    case.compare(backend, case.gradients(), TOLERANCE[backend])
 
 
 @pytest.mark.parametrize("name", ["H=4", "relative", "velo"])
@@ -155,7 +133,8 @@ def test_gradients_of_any_size(backend, name):
     """Zero, tiny and huge gradients, with dead rows and columns. VeLO clips at 1000."""
     sizes = (0.0, 1e-6, 1e3)
     shapes = [(7,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)]
-    case = case_for(backend, CONFIGS[name], shapes[: 2 if backend == "triton" else 5] * len(sizes))
+    shapes = shapes[: 2 if backend == "triton" else 5] * len(sizes)
+    case = Case(CONFIGS[name], shapes, P=1 if backend == "triton" else 2)
     for _ in range(1 if backend == "triton" else 2):
         grads = case.gradients(1.0)
         for k, g in enumerate(grads):
@@ -184,7 +163,7 @@ def test_statistics_of_all_tensors(backend, dtype):
 
 
 def test_bad_entries_count_as_zero(backend):
-    case = case_for(backend, CONFIGS["H=4"], [(17,), (5, 6), (20, 30), (30, 20)], P=2)
+    case = Case(CONFIGS["H=4"], [(17,), (5, 6)] + [(20, 30), (30, 20)] * (backend != "triton"))
     grads = case.gradients()
     for g in grads:
         flat = g.view(len(g), -1)
@@ -241,15 +220,11 @@ def test_long_rows_keep_their_digits():
 
 
 def test_long_sides_on_gpus(monkeypatch):
-    """Programs that take several blocks; at most 512 programs, each of which sums over all."""
+    """Programs that take several blocks of a side."""
     tl = pytest.importorskip("triton.language", reason="needs triton")
     from mulo.kernels import gpu
 
-    for n, programs in ((128 * 512, 512), (10**6, 489)):
-        shape = np.array([1, 1, 1, n, 1, 0])
-        launches = gpu.planned(shape.tobytes(), CONFIGS["H=4"], torch.device("meta"))[2]
-        assert len(launches[1][1]) == programs
-    monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.launch_gpu)
+    monkeypatch.setitem(kernels.LAUNCH, "cpu", kernels.LAUNCH["cuda"])
     monkeypatch.setattr(gpu, "SIDE_PROGRAMS", tl.constexpr(2))
     gpu.planned.cache_clear()
     case = Case(CONFIGS["H=4"], [(300,), (1, 300)], P=1)
@@ -277,13 +252,12 @@ def test_a_kernel_takes_what_it_can():
     torch.manual_seed(0)
     lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
     start = [torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(6, 8).double(), torch.randn(9)]
-    grads = [torch.randn(x.shape).to(x.dtype) for x in start]
     moved = []
     for backend in ("kernel", "literal"):
         ps = [nn.Parameter(x.clone()) for x in start]
+        for p, x in zip(ps, start, strict=True):
+            p.grad = x.sin()
         opt = mulo.MuLO(ps, lo, backend=backend)
-        for p, g in zip(ps, grads, strict=True):
-            p.grad = g
         for _ in range(3):
             opt.step()
         moved.append(ps)
@@ -291,38 +265,39 @@ def test_a_kernel_takes_what_it_can():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
 
 
+def one_tensor(*shape, backend="kernel"):
+    """A parameter of ones, its gradient of ones, and its optimizer."""
+    p = nn.Parameter(torch.ones(shape))
+    p.grad = torch.ones(shape)
+    lo = mulo.SmallFC(LOConfig(hidden_size=4), torch.Generator().manual_seed(0))
+    return p, mulo.MuLO([p], lo, backend=backend)
+
+
 def test_what_is_written_by_address_is_known_to_autograd():
     """A step between forward and backward is an error, as with any optimizer."""
-    p = nn.Parameter(torch.ones(4, 4))
-    p.grad = torch.ones(4, 4)
+    p, opt = one_tensor(4, 4)
     loss = p.square().sum()
-    mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend="kernel").step()
+    opt.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_state_that_does_not_fit_is_not_written_to():
+@pytest.mark.parametrize("backend", ["kernel", "folded"])
+def test_state_that_does_not_fit_is_not_written_to(backend):
     """A parameter that has grown since its last step: an error, not memory of others."""
-    for backend in ("kernel", "folded"):
-        p = nn.Parameter(torch.ones(4, 4))
-        opt = mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend=backend)
-        for size in (4, 40):
-            p.data, p.grad = torch.ones(size, 4), torch.ones(size, 4)
-            if size == 4:
-                opt.step()
-        with pytest.raises(RuntimeError):
-            opt.step()
+    p, opt = one_tensor(4, 4, backend=backend)
+    opt.step()
+    p.data, p.grad = torch.ones(40, 4), torch.ones(40, 4)
+    with pytest.raises(RuntimeError):
+        opt.step()
 
 
 def test_state_that_was_moved_is_found():
     """Offloading sets `.data` of state tensors: the next step uses the new memory."""
     results = []
     for moves in (False, True):
-        torch.manual_seed(0)
-        p = nn.Parameter(torch.ones(4, 4))
-        opt = mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend="kernel")
+        p, opt = one_tensor(4, 4)
         for _ in range(3):
-            p.grad = torch.randn(4, 4)
             opt.step()
             for x in opt.state[p].values():
                 x.data = x.data.clone() if moves else x.data
@@ -333,9 +308,7 @@ def test_state_that_was_moved_is_found():
 
 def test_a_vector_has_28_bytes_of_state_per_entry():
     """r and c of a vector are one tensor, also after a state dict was loaded that has two."""
-    p = nn.Parameter(torch.ones(50))
-    p.grad = torch.randn(50)
-    opt = mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend="kernel")
+    p, opt = one_tensor(50)
     opt.step()
     saved = copy.deepcopy(opt.state_dict())
     saved["state"][0]["c"] = saved["state"][0]["c"].clone()
@@ -346,35 +319,13 @@ def test_a_vector_has_28_bytes_of_state_per_entry():
     assert opt.state[p].keys() == {"M", "V", "r", "c"}
 
 
-def test_nan_parameters_stay_nan():
+@pytest.mark.parametrize("backend", ["kernel", "literal"])
+def test_nan_parameters_stay_nan(backend):
     """A NaN reaches the whole tensor, through every layer, as it does in torch."""
-    for backend in ("kernel", "literal"):
-        p = nn.Parameter(torch.ones(4, 4))
-        p.data[1, 2] = torch.nan
-        p.grad = torch.ones(4, 4)
-        mulo.MuLO([p], mulo.SmallFC(LOConfig(hidden_size=4)), backend=backend).step()
-        assert p.isnan().all(), backend
-
-
-def test_state_moves_between_backends():
-    """A run that changes its backend at every step is the run that does not."""
-    torch.manual_seed(0)
-    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
-    start, results = [torch.randn(6, 8), torch.randn(9), torch.randn(4, 3, 3, 3)], []
-    for order in (["literal"] * 6, ["kernel", "folded", "literal"] * 2):
-        gen = torch.Generator().manual_seed(1)
-        ps, state = [nn.Parameter(x.clone()) for x in start], None
-        for backend in order:
-            opt = mulo.MuLO(ps, lo, backend=backend)
-            if state:
-                opt.load_state_dict(state)
-            for p in ps:
-                p.grad = torch.randn(p.shape, generator=gen)
-            opt.step()
-            state = opt.state_dict()
-        results.append(ps)
-    for p, q in zip(*results, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=2e-6)
+    p, opt = one_tensor(4, 4, backend=backend)
+    p.data[1, 2] = torch.nan
+    opt.step()
+    assert p.isnan().all()
 
 
 # ---------------------------------------------------------------- choosing and building
