@@ -107,6 +107,9 @@ class LO(nn.Module):
         new.about = dict(self.about)
         return new.to(next(self.parameters()).device)
 
+    def extra_repr(self) -> str:
+        return str(self.config)
+
 
 class SmallFC(LO):
     """small_fc_lopt: one MLP for every parameter, and learned decays (features.mixing_rate)."""
