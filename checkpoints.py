@@ -42,8 +42,8 @@ def write_atomically(path: str | os.PathLike, content: str | bytes | Callable) -
 
 
 def save(lo: LO, path: str | os.PathLike, **about) -> None:
-    """Write a learned optimizer to a file, with plain values such as command= or seed=; they are
-    added to `lo.about`, which `load` restores."""
+    """Write a learned optimizer to a file, with plain values such as command= or seed=. `load`
+    returns them in `lo.about`, with those that lo.about has now."""
     weights = {name: w.detach().float().cpu().clone() for name, w in lo.named_parameters()}
     config, about = dataclasses.asdict(lo.config), lo.about | about
     content = {"format": FORMAT, "version": VERSION, "about": about, "config": config}

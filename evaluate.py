@@ -161,8 +161,8 @@ class Tuning:
 
 
 def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
-    """A baseline's hyperparameters. At a constant rate they are tuned at the meta-trained horizon,
-    or else for these steps; under a schedule, for these steps, or else (Muon) at the horizon."""
+    """A baseline's saved hyperparameters: at a constant rate those for runs of 500, 1000 or `steps`
+    steps, the first that exist; under a schedule those for `steps` or, for Muon, 500 or 1000."""
     fixed = {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}
     if name in fixed:
         return fixed[name]
@@ -174,12 +174,12 @@ def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
         if values := Tuning(name, task.name, length, schedule, every_width).saved():
             return {k: values[k] for k in HYPERPARAMETERS}
     fix = f"run python evaluate.py tune {task.kind}"
-    fix += "" if schedule == "constant" else f" --steps {steps} --schedule {schedule}"
+    fix += f" --steps {steps} --schedule {schedule}"
     fix += f" --width {task.width} --every-width" if every_width else ""
     if task.own:
         fix = "compare with adamw_default or muon, which need no tuning"
     elif name == "muon":
-        fix = "run python paper.py tune"
+        fix = "run python paper.py tune, which tunes the tasks of paper.py, or use muon"
     raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
 
 
@@ -206,7 +206,8 @@ def contender(name: str) -> Contender:
     if lo.mup is None:
         fix = "save it again with mulo.save(lo, path, mup=True), or False"
         raise ValueError(f"{path} does not say whether it was meta-trained under μP: {fix}.")
-    label = folder.parent.name if folder.name == "lo.pt" else folder.name.removesuffix(".npz")
+    label = folder.name.removesuffix(".npz")
+    label = folder.resolve().parent.name if label == "lo.pt" else label
     recipe = (lo.about.get("recipe") or {}).get("name")
     return Contender(label, roles.ALL if lo.mup else (), lo, recipe)
 
@@ -392,7 +393,8 @@ class Results:
 
 def tune(args: argparse.Namespace) -> None:
     """Tune AdamW and μAdam over the paper's grids; with a schedule, their learning rates only."""
-    task, seeds = f"{args.kind}_w{args.width}_d3", tuple(range(args.seeds or 3))
+    depth, seeds = "" if args.kind.endswith("resnet") else "_d3", tuple(range(args.seeds or 3))
+    task = f"{args.kind}_w{args.width}{depth}"
     full = args.schedule == "constant"
     for name, label in BASELINES.items():
         tuning = Tuning(name, task, args.steps, args.schedule, args.every_width, seeds, full)
@@ -449,7 +451,7 @@ def exit_with_message(program: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit(f"{program}: stopped. Finished nets are saved; rerun to resume.")
+        sys.exit(f"{program}: stopped. Results saved so far are kept.")
     except (ValueError, OSError, RuntimeError) as error:
         if any(kind.own for kind in tasks.KINDS.values()):  # errors in user code need a traceback
             raise

@@ -245,7 +245,8 @@ def signature(lo: LO, kind: str) -> dict:
 def describe(lo: LO, name: str) -> dict:
     """The description that every exported file carries."""
     powers = ("init variance", "output multiplier", "update")
-    mup = {role: dict(zip(powers, rule, strict=True)) for role, rule in roles.RULES.items()}
+    rules = roles.RULES if lo.mup is not False else dict.fromkeys(roles.RULES, roles.SP)
+    mup = {role: dict(zip(powers, rule, strict=True)) for role, rule in rules.items()}
     config = {"format": FORMAT, "version": VERSION, "name": name, "torch": torch.__version__}
     config |= {"lo": vars(lo.config), "mup": mup}
     config["graphs"] = {kind: signature(lo, kind) for kind in kinds(lo.config)}

@@ -60,7 +60,8 @@ class Rates(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step for each of the T tensors of P nets, (P, T) each, on the CPU."""
+    """Scalars of a step for each of the T tensors of P nets, (P, T) each; arrays on the CPU, or
+    tensors."""
 
     t: np.ndarray  # 0 at the first step
     scale: np.ndarray  # lr times the μP factor; VeLO's alpha, which is on the device, is not in it
@@ -71,7 +72,7 @@ class Numbers(NamedTuple):
 class Eps(NamedTuple):
     """The epsilons of one run. The paper has none; these are the reference code's (DIVERGES)."""
 
-    mode: str  # "relative" (to a tensor's gradients), or "reference", "fan_in": times `scale`
+    mode: str  # "reference": constants; "fan_in": times scale; "relative": to mean V and r
     rms: float  # in the RMS normaliser; 0 is allowed
     scale: Tensor | float = 1.0  # (S,): 1/fan_in for "fan_in" (the end of section 4), else 1
 
@@ -111,7 +112,9 @@ def float32_products(gpu: str | None = None):
             yield
         finally:
             for x in changed:
-                x.fp32_precision = before[x]
+                x.fp32_precision = "none"  # inherits torch.backends.fp32_precision
+                if x.fp32_precision != before[x]:
+                    x.fp32_precision = before[x]
 
 
 def trailing(x: Tensor | float, ndim: int) -> Tensor | float:
@@ -210,7 +213,7 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
     DIVERGES: the paper only says that the betas are learned; this is the reference's form. Betas of
     V, r and c are clipped to [0, 1], those of M are not. Like the reference, this rounds beta to
-    float32 before it computes 1 - beta: an error of 5e-5 for beta = 0.999.
+    float32 before it computes 1 - beta: a relative error of 1e-5 or more at beta = 0.999.
     """
     beta0 = constant(beta0, offset.dtype, offset.device)
     beta = 1 - (10 * ((1 - beta0).log() / 10 + offset)).exp()
@@ -303,7 +306,7 @@ def feature_names(kind: str) -> tuple[str, ...]:
 
 
 class Epsilons(NamedTuple):
-    """Epsilons inside square roots, (S, 1, ...) or a number; in relative mode also units."""
+    """Epsilons inside square roots, (S, 1 | 3, 1, ...) or a number; in relative mode also units."""
 
     unit_V: Tensor | None  # the network sees V / unit_V
     unit_r: Tensor | None  # and r / unit_r, c / unit_r
@@ -424,8 +427,8 @@ def loss_features(
 ) -> tuple[LossBuffer, Tensor]:
     """Update the buffer with this step's loss; return it and the 9 EMA loss features of the LSTM.
 
-    Each mean is scaled between its running minimum and the next longer mean. A loss is capped at
-    twice the largest mean so far, and ignored if it is not finite. The features are 0 for the first
+    Feature k is (ema_k - low_k) / (ema_k+1 - low_k) - 1, clipped to [-1, 1]. A loss is capped at
+    twice the largest current mean, and ignored if it is not finite. Features are 0 in the first
     two steps. Float32, as in the reference, so that 1 - decay^n loses the same digits.
     """
     finite, loss = (loss.abs() < math.inf).unsqueeze(-1), loss.unsqueeze(-1)

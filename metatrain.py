@@ -435,8 +435,8 @@ def parse_args(**defaults) -> argparse.Namespace:
     either.add_argument("--out", type=Path, help="folder (default: runs/<recipe>_<scale>_seed<N>)")
     either.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
-    every = "minutes between checkpoints (default: 10; 0: after every outer step)"
-    parser.add_argument("--checkpoint-every", type=float, default=10, metavar="X", help=every)
+    every = "minutes between checkpoints (default: 1; 0: after every outer step)"
+    parser.add_argument("--checkpoint-every", type=float, default=1, metavar="X", help=every)
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     recipes.add_flags(parser)
     parser.set_defaults(**defaults)

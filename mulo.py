@@ -250,7 +250,7 @@ class MuLO(torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], Tensor] | None = None, *, loss: Tensor | float | None = None
     ) -> Tensor | float | None:
-        """Update every parameter that has a gradient; return the loss, if one was passed."""
+        """Update every parameter that has a gradient; return the loss, or the closure's result."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("MuLO.step cannot be captured: capture forward and backward only.")
         if closure is not None:
@@ -303,7 +303,8 @@ class MuLO(torch.optim.Optimizer):
         members = ((p, group) for group in self.param_groups for p in group["params"])
         params = [(p, group) for p, group in members if p.grad is not None and p.numel()]
         if sparse := [roles.name_of(*x) for x in params if x[0].grad.layout != torch.strided]:
-            raise RuntimeError(f"parameter {sparse[0]} has sparse gradients: pass sparse=False.")
+            fix = "make its nn.Embedding with sparse=False"
+            raise RuntimeError(f"parameter {sparse[0]} has sparse gradients: {fix}.")
         return params
 
     def _only_creates_state(self, params: list[tuple[nn.Parameter, dict]]) -> bool:
@@ -320,7 +321,7 @@ class MuLO(torch.optim.Optimizer):
         config, rows = self.lo.config, {}
         for g in {id(g): g for g in groups}.values():
             scale = g["scale"] * roles.size_factor(g["kind"], g["fan_in"], g["area"], config)
-            if t_max := config.t_max:  # the step of small_fc anneals to g["step"], VeLO's does not
+            if t_max := config.t_max:  # small_fc's step anneals to g["step"] by itself
                 annealed = t_max if config.net == "velo" else max(g["step"], t_max)
                 scale = scale * (annealed / max(roles.annealed_to(g), t_max)) ** config.anneal
             eps_scale = 1 / g["fan_in"] if config.eps == "fan_in" else 1.0
@@ -360,12 +361,12 @@ class MuLO(torch.optim.Optimizer):
             dims = features.factored_dims(tuple(p.shape), group["out_axis"])
             roles.check_shape(p, group)
             shards = sharded.shards_of(p, roles.name_of(p, group))
-            if shards and self.backend in ("auto", "kernel"):
-                self._warn_once(
-                    "MuLO steps sharded parameters without a kernel, several times slower: "
-                    'pass backend="folded" to silence this warning.'
-                )
             rows = None if shards else kernels.rows(one, acc, dims)
+            if rows is None and self.backend in ("auto", "kernel"):
+                self._warn_once(
+                    "MuLO steps parameters that are sharded, float64 or not contiguous without a "
+                    'kernel, several times slower: pass backend="folded" to silence this warning.'
+                )
             stack = Stack(one, acc, dims, rows, shards)
             cached = self._stacks[p] = layout, tensors, stack
         return cached[2]
@@ -475,7 +476,7 @@ class MuLO(torch.optim.Optimizer):
         saved = self._match_state(state_dict)
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
         state_dict = state_dict | {"param_groups": [ours | theirs for ours, theirs in pairs]}
-        super().load_state_dict(state_dict)  # casts to the p's dtype
+        super().load_state_dict(state_dict)  # casts state to p's dtype; the loop restores float32
         for p, state in saved:
             for k, x in state.items():
                 x = x.detach().to(p.device, torch.float32, copy=True)

@@ -41,10 +41,10 @@ class LOConfig:
     anneal: float = 0.0  # beyond t_max, updates shrink as (t_max / t)^anneal
     input_base: float | None = None  # input size in meta-training: see roles.size_factor
     by_channels: bool = False  # scale hidden convs by 1/channels: see roles.size_factor
-    lstm_hidden: int = 128  # VeLO: the reference's class defaults (512 and 256 in released VeLO)
-    param_inits: int = 64  # VeLO: size of the bank of per-parameter MLPs
+    lstm_hidden: int = 128  # VeLO: size of the LSTM (512 in released VeLO)
+    param_inits: int = 64  # VeLO: number of MLPs in the bank (256 in released VeLO)
     param_scale_mult: bool = False  # VeLO: multiply the update by RMS(W); off for μVeLO
-    use_bugged_loss_features: bool = False  # VeLO: all loss means over 10 steps (old checkpoints)
+    use_bugged_loss_features: bool = False  # VeLO: time constant 10 for all loss means
 
     def __post_init__(self):
         choices = {"net": ("small_fc", "velo"), "spec": ("reference", "paper")}
@@ -101,8 +101,10 @@ class LO(nn.Module):
         return (self.about.get("recipe") or self.about).get("mup")
 
     def with_config(self, **fields) -> LO:
-        """Return a copy with some fields of the config replaced."""
+        """Return a copy with some fields of the config replaced, but not sizes."""
         new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
+        if sum(w.numel() for w in new.parameters()) != sum(w.numel() for w in self.parameters()):
+            raise ValueError(f"{fields} changes the size of the network: leave the sizes out.")
         new.load_state_dict(self.state_dict())
         new.about = dict(self.about)
         return new.to(next(self.parameters()).device)

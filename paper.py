@@ -1,5 +1,7 @@
-"""The paper's experiments and ours. Each is a function that returns a table, a figure and checks,
-and whose docstring has a title and the paper's claim, for RESULTS.md.
+"""The paper's experiments and ours, from trained nets to RESULTS.md.
+
+Each is a function that returns a table, a figure and checks; its docstring has a title and the
+paper's claim.
 
     python paper.py width                # one of EXPERIMENTS: results/width.csv and .png
     python paper.py all                  # all of them, README's picture and RESULTS.md
@@ -285,7 +287,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
 
     Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop
     improving or diverge (figure 6). The runs under a cosine schedule (1 to 0.1) are not in the
-    paper. At a constant rate, updates of all LOs but VeLO_M shrink as 1/√t beyond the horizon.
+    paper. Here, at a constant rate, updates of LOs but VeLO_M shrink as 1/√t beyond the horizon.
     """
     runs = []
     for f in suite.families:

@@ -28,7 +28,7 @@ def flag(default, text: str):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All settings of a run. The defaults are the paper's (appendix C)."""
+    """All settings of a run. The defaults are the paper's (appendix C) where it has them."""
 
     name: str = "mulo_m"
     scale: str = "paper"
@@ -47,7 +47,9 @@ class Recipe:
     eps_rms: float = flag(1e-5, "epsilon in the normalizer of the features")
     anneal: float = flag(0.0, "beyond the unroll, updates shrink as (unroll / t)^X")
     input_base: float = flag(0.0, "input size of the input rule (see README); 0: off")
-    lam1: float = flag(0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO")
+    lam1: float = flag(
+        0.01, "lambda_1, the factor on the update; 0.001 in SP and for VeLO, desk velo_m 0.0001"
+    )
     pairs: int = flag(8, "antithetic pairs of perturbations per task")
     micro_batch: int = flag(4, "pairs that advance together: fewer take less memory")
     sigma: float = flag(0.01, "standard deviation of the perturbations")
@@ -80,8 +82,8 @@ class Recipe:
         return [tasks.get(f"{self.kind}_w{w}_d{self.depth}", **options) for w in self.widths]
 
 
-# At this size a larger sigma, unrolls of equal length and small batches are more reliable: the
-# noise of small batches teaches the optimizer to average gradients.
+# At desk scale a larger sigma and unrolls of equal length are more reliable. So are small batches:
+# their noise teaches the optimizer to average gradients.
 DESK = {
     "scale": "desk", "kind": "fashion8_mlp", "widths": (16, 32, 64), "batch_size": 16,
     "hidden_size": 8, "sigma": 0.05, "unroll": 500, "shortest": 500, "truncation": 25,

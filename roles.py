@@ -65,7 +65,7 @@ class Weight(NamedTuple):
     param: nn.Parameter
     module: nn.Module  # its owner
     kind: str  # "layer" (multiplies its input), "table" (is looked up), "vector" or "bare"
-    out_axis: int  # of fan_out: 0 in torch's (out, in, ...), 1 in tables and transposed convs
+    out_axis: int  # of fan_out: 0 in (out, in, ...), 1 in (in, out, ...), -1 in (..., in, out)
     layers: list[nn.Module]  # those that multiply by it; of a table, the readouts tied to it
 
     @property
@@ -95,7 +95,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _kind_and_axis(module: nn.Module, leaf: str, p: nn.Parameter) -> tuple[str, int]:
-    """A parameter's kind and fan_out axis; `out_axis` on its module makes a bare matrix a layer."""
+    """(kind, out_axis). `out_axis = {name: axis}` on a module makes a bare matrix of it a layer."""
     if p.ndim < 2 or isinstance(module, NORMS):
         return "vector", 0
     if isinstance(module, TABLES):
@@ -123,7 +123,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
             name = ".".join(x for x in (*prefix.split("."), leaf) if x not in PREFIXES)
             if "_fsdp_wrapped_module" in prefix or leaf == "_flat_param":
                 raise ValueError(f"{name!r}: FSDP1 flattens parameters: use fully_shard (FSDP2).")
-            if leaf in ("weight_g", "original", "original0"):
+            if leaf in ("weight_g", "weight_orig", "original", "original0"):
                 raise ValueError(f"{name!r} cannot be initialized: remove its parametrization.")
             kind, axis = _kind_and_axis(module, leaf, p)
             w = weights.get(id(p)) or Weight(name, p, module, kind, axis, [])
@@ -200,8 +200,8 @@ def _warn_of_doubts(weights: list[Weight], roles: dict[str, str], growing: set[s
     outputs = outputs if outputs != layers[-1:] else []  # no doubt: one output, the last layer
     doubts = {
         "tables (input): if they multiply, make them 'hidden' or use mulo.Readout": tables,
-        "(out, in): set out_axis = {'W': 1} on their module if (in, out), else {'W': 0}": matrices,
-        "outputs: if not all are heads, scale every inner size or make them 'hidden'": outputs,
+        "(out, in): if W is (in, out), set out_axis = {'W': 1} on its module, else 0": matrices,
+        "outputs: if an inner layer is among them, make it 'hidden' or let its size grow": outputs,
     }
     for doubt, names in doubts.items():
         if names:
@@ -213,8 +213,8 @@ def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, s
     """List every weight with its role. The roles must be those of this model."""
     weights = weights_of(model)
     for w in weights:
-        if (role := roles.get(w.name, "none")) not in RULES:
-            raise ValueError(f"parameter {w.name!r} has role {role!r}, not one of {tuple(RULES)}.")
+        if (role := roles.get(w.name)) not in RULES:
+            raise ValueError(f"the role of {w.name!r} must be one of {tuple(RULES)}, not {role!r}.")
     if unknown := sorted(roles.keys() - {w.name for w in weights}):
         raise ValueError(f"the model has no parameter {unknown[0]!r}: infer the roles from it.")
     return [(w, roles[w.name]) for w in weights]
@@ -257,10 +257,9 @@ def _set_divisors(model: nn.Module, divisors: dict[nn.Module, int], rescale: boo
 class Readout(nn.Linear):
     """An output layer under μP: (W x + b) / fan_in, unless `init_` switches the division off.
 
-    Any readout can be tied to an embedding E: `head.weight = tokens.weight`. One rule fits both
-    uses. The table needs entries of O(1) that move by O(1). So does the readout E x / N: it is a
-    mean of N products that a step correlates, so it moves by O(1) if E does. A tied weight is
-    therefore an output that starts as N(0, 1), not as zeros.
+    Any readout can be tied to an embedding E: `head.weight = tokens.weight`. Both need entries of
+    O(1) that move by O(1): the readout E x / N averages N products that a step moves in similar
+    directions. A tied weight is therefore an output that starts as N(0, 1), not as zeros.
     """
 
     def __init__(self, *args, **kwargs):
@@ -326,14 +325,15 @@ def _divisors(model: nn.Module, roles: dict[str, str], rules: tuple) -> dict[nn.
 
 def multiply_outputs_(
     model: nn.Module, roles: dict[str, str], rules: Iterable[str] = ALL, rescale: bool = False
-) -> None:
-    """Divide the outputs of output layers by fan_in; without the rule, remove the division.
+) -> nn.Module:
+    """Divide the outputs of output layers by fan_in; without the rule "multiplier", do not.
 
     `init_` calls it. The division is not part of the state_dict: when you load one into a new
     model, call this too. rescale=True, for pretrained weights, multiplies the weights and biases of
     these layers by fan_in, so that the model computes the same as before.
     """
     _set_divisors(model, _divisors(model, roles, tuple(rules)), rescale)
+    return model
 
 
 def fold_outputs_(model: nn.Module) -> nn.Module:
@@ -352,7 +352,7 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
     Input rule: updates of input layers move the first pre-activations in proportion to fan_in, so
     multiply by input_base / fan_in (input_base: the input size in meta-training), at most by 4: a
     ViT with patches of a few pixels trained worse with more. Channel rule: multiply hidden
-    convolutions by kh * kw, which makes 1/fan_in 1/channels.
+    convolutions by kh * kw, which with 1/fan_in is 1/channels.
     """
     if kind == "input" and config.input_base:
         return min(config.input_base / fan_in, 4.0)
@@ -382,7 +382,8 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
     for name, module in model.named_modules():
         now, right = divisor_of(module), divisors.get(module, 1)
         if now != right:
-            fix = "call mulo.init_ or, if pretrained, mulo.multiply_outputs_(..., rescale=True)"
+            fix = "call mulo.multiply_outputs_(model, roles) if it was trained under μP, with "
+            fix += "rescale=True if it was trained otherwise, mulo.init_ if it is new"
             raise ValueError(f"layer {name!r} is divided by {now}, not by {right}: {fix}.")
     for w, role in _with_roles(model, roles):
         if w.param.requires_grad or w.param.is_floating_point():  # skip quantized (integer) weights
@@ -445,7 +446,7 @@ def check_shape(p: Tensor, group: dict) -> None:
 
 
 def annealed_to(group: dict) -> int:
-    """The time to which updates are annealed: t, or that of the last step without a schedule."""
+    """The time that annealing sees: t, but it stands still under a schedule or while lr != 1."""
     driven = "initial_lr" in group or group["lr"] != 1  # torch's schedulers set initial_lr
     return group.get("annealed_to", 0) if driven else group["step"]
 
@@ -459,11 +460,12 @@ def coordinate_check(
 ) -> dict[str, Tensor]:
     """Train nets of several widths and compare how far their layers' outputs for `probe` move.
 
-    setup(width) returns a model and a function that trains it by one step; it is called `repeats`
-    times per width, to average over its random numbers. Returns, by layer, the slope of log drift
-    against log width after each step, (steps,): 0 under μP, above 0 if it grows with width. Drift
-    is the mean |change| since the start. The paper's measure, the standard deviation of the change,
-    ignores a shift common to all coordinates and is noisier for layers with few outputs.
+    setup(width) returns a model and a function that trains it by one step. It is called `repeats`
+    times per width, to average over its random numbers. Models must not use dropout. Returns, by
+    layer, the slope of log drift against log width after each step, (steps,): 0 under μP, above 0
+    if it grows with width. Drift is the mean |change| since the start. The paper's measure, the
+    standard deviation of the change, ignores a shift common to all coordinates and is noisier for
+    layers with few outputs.
     """
     shape = steps, len(widths)
     drift = defaultdict(lambda: torch.zeros(shape, dtype=torch.float64))

@@ -26,7 +26,7 @@ import it, and then metatrain.main() or evaluate.main(), as examples/own_task.py
 - loss_bound: PES clips losses at this value, and a diverged net counts as this much. By default 1.5
   log(classes), 1.5 times the loss of guessing.
 
-evaluate.py's saved losses are keyed by a hash of the script (in a notebook, by the name alone).
+evaluate.py trains again when the script has changed; in a notebook, rename an edited kind.
 """
 
 from __future__ import annotations
@@ -395,7 +395,8 @@ KINDS = {
     "text_lm": Task("lm", "text:input.txt", (64,), 256, 64),
 }
 # The paper's widths: 128 to 8192 for MLPs (to 4096 on 64x64 images), 128 to 2048 for the ResNet,
-# these for the ViT and the LM; depth 3. Its table mislabels a row of c10_mlp: width 1024 is meant.
+# those in HEADS for the ViT and the LM; depth 3. Its table mislabels a row of c10_mlp, which is of
+# width 1024.
 HEADS = {192: 3, 384: 6, 768: 8, 1024: 8, 2048: 16, 3072: 16}  # of attention, by width
 DEEP = {  # the paper's deep tasks, and where they differ from their kind
     "in32_mlp_w1024_d16": {"batch_size": 128},
@@ -436,7 +437,7 @@ def get(name: str, **changes) -> Task:
     kind, width, depth = KINDS[match[1]], int(match[2]), int(match[3] or 18)
     resnet = kind.family == "resnet"
     if not match[3] and not resnet:
-        raise ValueError(f"{name!r} has no depth: use {name}_d3.")
+        raise ValueError(f"{name!r} has no depth: use {match[1]}_w{width}_d3.")
     name = f"{match[1]}_w{width}" + ("" if resnet else f"_d{depth}")
     fields = {"name": name, "width": width, "depth": depth} | DEEP.get(name, {})
     if match[4]:

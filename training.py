@@ -189,18 +189,21 @@ def orthogonalise(d: Tensor) -> Tensor:
 class Muon(Adam):
     """Orthogonalised momentum for all matrices; Adam for biases, norms and embeddings.
 
-    A matrix moves by lr * sqrt(fan_out / fan_in) times an orthogonal matrix: by `lr` in the RMS to
-    RMS operator norm, which needs no tuning over widths. A convolution is a matrix of its output
-    channels. Made for the schedule `warmup_cosine`.
+    A matrix moves by lr * sqrt(fan_out / fan_in) times an orthogonal matrix; with this factor the
+    best lr depends little on width. A convolution is a matrix of its output channels. Made for the
+    schedule `warmup_cosine`.
     """
 
     LR, VECTOR_LR, MOMENTUM = 0.024, 0.06, 0.95
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rates = self.numbers[0].clone()
+        self.numbers[0] = self.VECTOR_LR  # of Adam
+
     def init(self, theta: Theta) -> State:
         kinds = {name: group["kind"] for name, group in self.groups.items()}
         self.vectors = [k for k in theta if kinds[k] in ("bias", "norm", "table")]
-        self.rates = self.numbers[0].clone()
-        self.numbers[0] = self.VECTOR_LR  # of Adam
         return super().init(theta)
 
     def step(self, state: State, theta: Theta, grads: Theta, t: int, lr: float = 1.0) -> None:
@@ -230,7 +233,7 @@ def train(
     steps: int,
     seeds: list[int],
     copies: int = 1,  # nets per seed
-    schedule: Callable[[int], float] | None = None,  # factor on the rate; disables annealing
+    schedule: Callable[[int], float] | None = None,  # t -> factor on lr; no annealing
     device: str = "cpu",
     callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
     num_steps: int | None = None,  # length of the run for VeLO, if not `steps`
@@ -302,7 +305,7 @@ def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable
 
 def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable, list[Tensor]]:
     """A callback for `train`, and the list of its records: the mean loss of each net on TEST_SIZE
-    test examples, (P,), at TEST_TIMES evenly spaced steps and at the end."""
+    test examples, (P,), at up to TEST_TIMES evenly spaced steps and at the end."""
     test = dataclasses.replace(task, split="test").data(device=device)
     sample = datasets.fixed_sample(test, TEST_SIZE)
     chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])

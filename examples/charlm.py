@@ -41,7 +41,7 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)  # μP: not tied
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))

@@ -3,13 +3,14 @@
     python examples/muon.py
 
 trains an MLP on 8x8 Fashion-MNIST with Muon and with mulo_m, and prints both final losses. Every
-matrix moves by lr * sqrt(fan_out / fan_in) times its orthogonalised momentum, so one rate fits all
-widths; biases, norms and embeddings move by Adam. Use it with the schedule training.warmup_cosine,
-in standard parametrization (rules=()).
+matrix moves by lr * sqrt(fan_out / fan_in) times its orthogonalised momentum, so that the best rate
+depends little on width; biases, norms and embeddings move by Adam. Use it with `warmup_cosine`, in
+standard parametrization: initialize by PyTorch's defaults or by mulo.init_(..., rules=()).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
-from mulo import tasks, training
+from mulo import tasks
+
+
+def orthogonalise(d: torch.Tensor) -> torch.Tensor:
+    """Bring all singular values of a matrix near 1, by five steps of Newton-Schulz."""
+    x = d if d.shape[0] <= d.shape[1] else d.mT
+    x = x / (x.norm() + 1e-8)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x if d.shape[0] <= d.shape[1] else x.mT
+
+
+def warmup_cosine(t: int, steps: int) -> float:
+    """A cosine schedule from 1 to 0.01, with linear warm-up over the first 5 % of the steps."""
+    return min(1.0, (t + 1) / (0.05 * steps)) * (0.505 + 0.495 * math.cos(math.pi * t / steps))
 
 
 class Muon(torch.optim.Optimizer):
@@ -27,9 +43,9 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[dict],
-        lr: float = training.Muon.LR,
-        vector_lr: float = training.Muon.VECTOR_LR,  # of biases, norms and embeddings
-        momentum: float = training.Muon.MOMENTUM,
+        lr: float = 0.024,
+        vector_lr: float = 0.06,  # of biases, norms and embeddings
+        momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),  # of Adam
     ):
         for group in groups:
@@ -61,7 +77,7 @@ class Muon(torch.optim.Optimizer):
         m = state.setdefault("m", torch.zeros_like(p))
         m.lerp_(p.grad, 1 - group["momentum"])
         d = p.grad.lerp(m, group["momentum"]).movedim(group["out_axis"], 0)
-        matrix = training.orthogonalise(d.flatten(1)[None])[0]  # (fan_out, fan_in)
+        matrix = orthogonalise(d.flatten(1))  # (fan_out, fan_in)
         rate = group["lr"] * (matrix.shape[0] / matrix.shape[1]) ** 0.5
         p -= rate * matrix.view_as(d).movedim(0, group["out_axis"])
 
@@ -74,7 +90,7 @@ def train(name: str, steps: int = 500) -> float:
     model, data = task.model(generator), task.data()
     groups = mulo.param_groups(model, task.roles(), rules)
     opt = Muon(groups) if name == "muon" else mulo.MuLO(groups, mulo.load(name))
-    schedule = partial(training.warmup_cosine, steps=steps) if name == "muon" else lambda t: 1.0
+    schedule = partial(warmup_cosine, steps=steps) if name == "muon" else lambda t: 1.0
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, schedule)
     losses = []
     for _ in range(steps):

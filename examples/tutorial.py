@@ -262,8 +262,9 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 #      if kind != "small_fc":
 # ```
 #
-# `python metatrain.py --steps 20` then meta-trains a network of 40 inputs. The kernels do not have
-# the new feature, so the folded step runs, with a warning; checkpoints of 39 inputs are refused.
+# `python metatrain.py --steps 20 --out runs/sign` then meta-trains a network of 40 inputs. The
+# kernels do not have the new feature, so the folded step runs, with a warning; checkpoints of 39
+# inputs are refused.
 
 # %% [markdown]
 # ## 12. Your own task
@@ -275,4 +276,4 @@ for name, optimizer in {"my μLO": mine, "the shipped mulo_m": mulo.load("mulo_m
 # ```
 #
 # `examples/own_task.py` registers a regression. `python examples/own_task.py` meta-trains on it; it
-# compares optimizers with `evaluate task sines_w64_d3 --optimizers mulo_m adamw_default`.
+# compares optimizers if `evaluate task sines_w64_d3 --optimizers mulo_m adamw_default` follows.

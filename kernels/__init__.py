@@ -6,8 +6,8 @@
 `folded.py` is the step for any device. `cpu.cpp` and `gpu.py` are kernels that never store the
 features. They take a table with one `ROW` per tensor: one call steps all tensors of a model. At
 first use a kernel is compared with `folded`, which runs instead if the kernel cannot be built or
-differs (because you changed a feature). The C++ is compiled once per network shape, in seconds, and
-cached under a hash of source, compiler and flags, and one of the library, to detect damage.
+differs (because you changed a feature). The C++ is compiled once per network shape, in seconds. The
+name of the cached file has a hash of source and command, and one of the file, to detect damage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,12 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mulo import features
+from mulo import features, roles
 from mulo.features import Accumulators, Dims, Numbers, Phi, Rates
 from mulo.kernels import folded
 
 BACKENDS, CHOICES = ("auto", "kernel", "folded", "literal"), "auto, kernel, folded or literal"
-MAX_LAYERS, MAX_SIZE = 3, 128  # hidden layers and units that cpu.cpp supports
+MAX_LAYERS, MAX_SIZE = 3, 128  # hidden layers, and units per layer on CPUs
 TOLERANCE = 1e-5  # of the self-check, relative to the largest update
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels get float32
 ROW = np.dtype(  # `struct Row` of cpu.cpp
@@ -78,10 +77,9 @@ def choose(backend: str, config, device: torch.device) -> str:
         return "kernel"
     if backend == "kernel":
         raise ValueError(f"no kernel for this learned optimizer on {device}: {reason}.")
-    warnings.warn(
+    roles.warn(
         f"MuLO runs without a kernel on {device}, several times slower: {reason}. "
-        'Pass backend="folded" to silence this warning.',
-        stacklevel=2,
+        'Pass backend="folded" to silence this warning.'
     )
     return "folded"
 
@@ -163,7 +161,7 @@ def self_check(config, device: torch.device) -> float:
 def rows(p: Tensor, acc: Accumulators, dims: Dims) -> np.ndarray | None:
     """A stack's rows, constant columns only, as int64, or None if kernels do not support the stack.
 
-    g is still the offset from the first tensor's gradient, net the number of the net.
+    `step_` completes two columns: here g is an offset from the gradient's start, net an index.
     A matrix is (A, X, B, Y, C): X and Y are the factored axes in storage order; A, B and C are the
     batch axes before, between and after them. kind is 0 for vectors, 1 if d0 is Y, 2 if it is X.
     """

@@ -336,8 +336,6 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     The sentencepiece *.model in the folder tokenizes them at first use, into a file that is
     memory-mapped.
     """
-    import sentencepiece
-
     part, names = "training", [f"news.en-{k:05}-of-00100" for k in range(1, 100)]
     if test:
         part, names = "heldout", [f"news.en.heldout-{k:05}-of-00050" for k in range(50)]
@@ -347,6 +345,10 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     if len(models) != 1:
         fix = "put one sentencepiece model of 32,000 pieces there"
         raise FileNotFoundError(f"lm1b: {folder} has {len(models)} files *.model: {fix}.")
+    try:
+        import sentencepiece
+    except ImportError:
+        raise OSError("lm1b needs sentencepiece: pip install sentencepiece.") from None
     content = models[0].read_bytes()
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
 
