@@ -407,8 +407,9 @@ def name_of(p: Tensor, group: dict) -> str:
 def warn(message: str) -> None:
     """Warn at the user's line: the innermost one outside of this folder's files and of torch."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
-    ours, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
-    users = (k for k, f in enumerate(files) if os.path.dirname(f) != ours and torchs not in f)
+    here, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+    ours = here, os.path.join(here, "kernels")
+    users = (k for k, f in enumerate(files) if os.path.dirname(f) not in ours and torchs not in f)
     warnings.warn(message, stacklevel=1 + next(users, 0))
 
 

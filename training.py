@@ -147,14 +147,14 @@ class Adam:
 
     def __init__(
         self,
-        task: tasks.Task,
+        task: tasks.Task | dict[str, dict],  # or the options of each parameter, from groups_of
         lr: Tensor,  # (P,)
         b1: Tensor | float = 0.9,
         b2: Tensor | float = 0.999,
         weight_decay: Tensor | float = 0.0,
         eps: float = 1e-8,
     ):
-        self.groups, self.eps = groups_of(task), eps
+        self.groups, self.eps = task if isinstance(task, dict) else groups_of(task), eps
         numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (lr, b1, b2, weight_decay)]
         self.numbers = torch.stack([x.expand_as(numbers[0]) for x in numbers])  # (4, P)
 

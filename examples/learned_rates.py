@@ -1,8 +1,12 @@
 """Muon with a learned rate for each matrix: a study in meta-learning, small enough to hack.
 
     python examples/learned_rates.py compare                 # the validation table, from RATES_FILE
+    python examples/learned_rates.py transfer                # tasks of `paper.py transfer`
     python examples/learned_rates.py train --seed 0          # meta-train: half an hour of one core
     python examples/learned_rates.py compare runs/rates0.json
+
+    opt = LearnedMuon(mulo.param_groups(model, roles, rules=()), steps=500)
+    ...; loss.backward(); opt.step(loss); opt.zero_grad()
 
 The rule is linear. A matrix moves by rate * exp(w . features), clipped to exp(-3)..exp(3), times
 its orthogonalised momentum; the features are scalars that do not depend on width. w = 0 is Muon
@@ -10,8 +14,9 @@ its orthogonalised momentum; the features are scalars that do not depend on widt
 
 Meta-training is evolution strategies over whole unrolls: antithetic pairs share initial weights
 and batches, and minimise the log of the final loss on tasks that differ in data, depth, width,
-batch size and length, at 0.4 to 2.5 times Muon's rate in half of the unrolls. The text tasks need
-$MULO_DATA/input.txt. Neither the tasks of training nor VALIDATION are tasks of paper.py.
+batch size and length, at 0.4 to 2.5 times Muon's rate in half of the unrolls. The c10s and text
+tasks need $MULO_DATA/cifar10 and $MULO_DATA/input.txt. VALIDATION has no task of paper.py and none
+of meta-training, but their data sets overlap; meta-training sees no CIFAR-10, conv net or ViT.
 """
 
 from __future__ import annotations
@@ -29,12 +34,20 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from mulo import evaluate, tasks, training
+from mulo import evaluate, paper, tasks, training
 from mulo.checkpoints import write_atomically
+from mulo.evaluate import Job, Results
 from mulo.features import trailing
 from mulo.optimizees import datasets
 
 RATES_FILE = Path(__file__).with_suffix(".json")
+CHOSEN = "seed 2"  # the best on VALIDATION
+BASELINES = {
+    "muon": "warmup",
+    "muon_oracle": "warmup",
+    "adamw_oracle": "cosine",
+    "mulo_m": "cosine2",
+}
 MATRIX = ("1", "x", "x^2", "start", "signal", "agreement", "turn", "radial", "size", "rank", "loss")
 MATRIX += ("fall", "length", "layers", "input", "output", "x input", "x output", "x signal")
 MATRIX += ("x agreement", "signal input", "signal output")  # features of a matrix
@@ -85,14 +98,15 @@ class LearnedRates(training.Muon):
         state, P = super().init(theta), len(self.rates)
         self.matrices = [name for name in theta if name not in self.vectors]
         # Of each matrix: mean g^2, mean cosine of g with the previous update, and that update
-        self.memory = {k: [torch.zeros(P), torch.zeros(P), None] for k in self.matrices}
-        self.signal = torch.zeros(P)  # mean over matrices, of the previous step
+        self.rates, zero = self.rates.to(self.w[0].device), self.w[0].new_zeros(P)
+        self.memory = {k: [zero.clone(), zero.clone(), None] for k in self.matrices}
+        self.signal = zero  # mean over matrices, of the previous step
         return state
 
     def factor(self, features: list[Tensor | float], w: Tensor) -> Tensor:
         """exp(w . features), (P,)."""
-        columns = torch.stack([torch.as_tensor(x).expand(len(w)) for x in features], 1)
-        return (columns.nan_to_num(0) * w).sum(1).clamp(-3, 3).exp()
+        columns = [torch.as_tensor(x, device=w.device).expand(len(w)) for x in features]
+        return (torch.stack(columns, 1).nan_to_num(0) * w).sum(1).clamp(-3, 3).exp()
 
     def losses(self, losses: Tensor, t: int) -> tuple[Tensor, Tensor]:
         """Two features: log of the loss relative to the first, and how fast it falls."""
@@ -155,6 +169,38 @@ class LearnedRates(training.Muon):
             ((relative + 0.03).log() / 1.5).clamp(-2, 2),
             (share_of_rank(d).log() / 1.5 + 1.7).clamp(-2, 2),
         ]
+
+
+class LearnedMuon(torch.optim.Optimizer):
+    """Learned rates for one model in standard parametrization, for a run of `steps` steps. It has
+    its own schedule. `groups`: mulo.param_groups(model, roles, rules=())."""
+
+    def __init__(self, groups: list[dict], steps: int, name: str = CHOSEN):
+        super().__init__(groups, {})
+        self.params, options = {}, {}
+        for group in self.param_groups:
+            if group["kind"] != "table" and group["out_axis"] != 0:
+                raise ValueError(
+                    f"{group['names'][0]!r} is (in, out): LearnedMuon takes (out, in)."
+                )
+            self.params |= zip(group["names"], group["params"], strict=True)
+            options |= dict.fromkeys(group["names"], group)
+        w = torch.tensor([json.loads(RATES_FILE.read_text())[name]["w"]])
+        w = w.to(next(iter(self.params.values())).device)
+        self.rule = LearnedRates(options, torch.tensor([training.Muon.LR]), w, steps)
+        self.memory, self.t = self.rule.init(self.theta()), 0
+
+    def theta(self) -> training.Theta:
+        return {name: p.detach()[None] for name, p in self.params.items()}
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> None:
+        grads = {name: p.grad[None] for name, p in self.params.items()}
+        self.rule.learned_step(self.memory, self.theta(), grads, loss.detach().view(1), self.t)
+        self.t += 1
+
+    def state_dict(self) -> dict:
+        raise NotImplementedError("LearnedMuon cannot be saved in the middle of a run.")
 
 
 @torch.no_grad()
@@ -270,6 +316,27 @@ def compare(path: Path, steps: int, seeds: list[int], names: tuple[str, ...]) ->
             print(f"  {name}: {mean:+.4f} ± {error:.4f} over tasks")
 
 
+def transfer(path: Path, name: str, results: Path) -> None:
+    """Train nets of paper.py's transfer tasks with learned rates; print log ratios of their final
+    losses to those of baselines, which `paper.py transfer` has saved."""
+    w, saved, ratios = torch.tensor(json.loads(path.read_text())[name]["w"]), Results(results), {}
+    for pattern, widths in paper.TRANSFER.items():
+        for task in map(pattern.format, widths):
+            if paper.trains("muon", task):
+                seeds = list(range(paper.SEEDS))
+                losses, row = log_final_loss(task, 500, seeds, w.expand(len(seeds), DIM)), []
+                for baseline, schedule in BASELINES.items():
+                    job = Job(evaluate.contender(baseline), task, 500, schedule, seeds)
+                    ratio = losses.mean() - training.final_loss(saved.losses(job)).log().mean()
+                    ratios.setdefault(baseline, []).append(ratio)
+                    row.append(f"{baseline} {ratio:+.3f}")
+                print(f"{task:28}{losses.mean().exp():8.4f}   {', '.join(row)}", flush=True)
+    for baseline, x in ratios.items():
+        mean, error = evaluate.mean_stderr(torch.stack(x))
+        ahead = sum(ratio < 0 for ratio in x)
+        print(f"{baseline}: {mean:+.4f} ± {error:.4f}, ahead on {ahead} of {len(x)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Muon with a learned rate for each matrix.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -281,12 +348,18 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=500)
     command.add_argument("--seeds", type=int, default=4)
     command.add_argument("--tasks", nargs="+", default=VALIDATION)
+    command = commands.add_parser("transfer", help="compare on the transfer tasks of paper.py")
+    command.add_argument("name", nargs="?", default=CHOSEN)
+    command.add_argument("file", type=Path, nargs="?", default=RATES_FILE)
+    command.add_argument("--results", type=Path, default=Path("results"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     training.keep_freed_memory()
     if args.command == "train":
         train(args.seed, args.outer_steps, Path("runs") / f"rates{args.seed}.json")
+    elif args.command == "transfer":
+        transfer(args.file, args.name, args.results)
     else:
         compare(args.file, args.steps, list(range(9001, 9001 + args.seeds)), tuple(args.tasks))
 

@@ -327,4 +327,4 @@ def test_ctrl_c_is_one_sentence(tmp_path, monkeypatch, complaint):
 
     monkeypatch.setattr(Results, "run", stop)
     flags = ["task", NAME, "--optimizers", "adamw", "--out", tmp_path]
-    assert "stopped. Finished nets are saved; rerun" in complaint(evaluate, *flags)
+    assert "stopped. Results saved so far are kept" in complaint(evaluate, *flags)

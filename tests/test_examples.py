@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 import charlm  # noqa: E402
 import desk  # noqa: E402
+import learned_rates  # noqa: E402
 import loop  # noqa: E402
 import muon  # noqa: E402
 import resnet  # noqa: E402
@@ -263,3 +265,27 @@ def test_muon(task):
         scheduler.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p, theta[name][0], rtol=1e-4, atol=1e-5)
+
+
+def test_learned_rates():
+    """The Optimizer trains one model as the rule trains stacked nets."""
+    name, steps = "fashion_conv_w4_d2_b4", 20
+    w = torch.tensor(json.loads(learned_rates.RATES_FILE.read_text())[learned_rates.CHOSEN]["w"])
+    expected = learned_rates.log_final_loss(name, steps, [7, 8], w.expand(2, -1))
+    for seed in (7, 8):
+        task = tasks.get(name, rules=())
+        model, data = task.model(torch.Generator().manual_seed(seed)), task.data()
+        groups = mulo.param_groups(model, task.roles(), ())
+        opt, losses = learned_rates.LearnedMuon(groups, steps), []
+        generator = torch.Generator().manual_seed(evaluate.DATA_SEED + seed)
+        for _ in range(steps):
+            loss = task.loss(model, [x[0] for x in data.batch([generator], task.batch_size)])
+            opt.zero_grad()
+            loss.backward()
+            opt.step(loss)
+            losses.append(loss.detach())
+        final = training.final_loss(torch.stack(losses)[:, None]).log()
+        torch.testing.assert_close(final[0], expected[seed - 7], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(
+        expected, learned_rates.log_final_loss(name, steps, [7, 8], 0 * w.expand(2, -1))
+    )

@@ -145,8 +145,9 @@ def test_gradients_that_are_not_finite(dtype):
             bad.step()
             good.step()
     assert bad.nonfinite == 3 * 3 * 2
-    [warning] = caught
-    assert "NaN or infinite gradient entries were replaced by 0" in str(warning.message)
+    assert len(caught) == (3 if dtype == torch.float64 else 1)  # float64: two without a kernel
+    text = "NaN or infinite gradient entries were replaced by 0"
+    [warning] = [w for w in caught if text in str(w.message)]
     assert warning.filename == __file__
     for p, q in zip(ps, qs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)

@@ -25,7 +25,7 @@ def test_param_groups_checks_the_divisions():
         with pytest.raises(ValueError, match=r"layer '[46]' is divided by \d, not by \d"):
             mulo.param_groups(model, other, rules)
     model[6] = nn.Linear(8, 5)
-    with pytest.raises(ValueError, match=r"layer '6' is divided by 1, not by 8: call mulo\.init_"):
+    with pytest.raises(ValueError, match=r"'6' is divided by 1, not by 8: call mulo\.multiply_"):
         mulo.param_groups(model, roles)
     mulo.param_groups(model, roles, ("init", "update"))  # whoever divides by hand
     model[6] = mulo.Readout(8, 5)
@@ -151,13 +151,13 @@ def test_fine_tuning(lora):
     roles, model = roles_of(MLP), MLP(16)
     train(model, torch.optim.AdamW(model.parameters(), 0.01), 50, *task(MLP))
     if lora:
-        with pytest.warns(UserWarning, match="lora_A.*make them 'hidden'"):
+        with pytest.warns(UserWarning, match="lora_A.*make it 'hidden'"):
             roles = roles_of(lambda w: with_lora(MLP(w)))
         roles |= {name: "hidden" for name in roles if "lora_A" in name}
         with_lora(model)
     x, y = task(MLP, seed=1)
     start, before = loss_of(model, x, y).item(), copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"if pretrained, mulo\.multiply_outputs_\(..., resc"):
+    with pytest.raises(ValueError, match=r"rescale=True if it was trained otherwise"):
         mulo.param_groups(model, roles)
     mulo.multiply_outputs_(model, roles, rescale=True)
     assert loss_of(model, x, y).item() == pytest.approx(start, rel=1e-5)

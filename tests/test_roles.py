@@ -168,9 +168,9 @@ def two_heads(width):
     ("build", "message"),
     [
         (lambda w: Holder(pos=bare(9, w)), r"^'pos' \(1\) are taken as tables.*mulo\.Readout"),
-        (lambda w: Matmul(w, 4 * w), r"^'W' \(1\) are taken as \(out, in\): set out_axis = "),
-        (inner_size, r"^'2\.weight' \(1\) are taken as outputs.*scale every inner size"),
-        (two_heads, r"^'1\.weight', '2\.weight' \(2\) are taken as outputs.*make them 'hidden'"),
+        (lambda w: Matmul(w, 4 * w), r"^'W' \(1\) are taken as \(out, in\): if W is"),
+        (inner_size, r"^'2\.weight' \(1\) are taken as outputs.*let its size grow"),
+        (two_heads, r"^'1\.weight', '2\.weight' \(2\) are taken as outputs.*make it 'hidden'"),
     ],
 )
 def test_doubtful_roles_warn(build, message):
@@ -317,7 +317,7 @@ def test_padding_rows_stay_zero():
 
 def test_roles_by_hand_and_their_errors():
     roles = roles_of(MLP)
-    with pytest.raises(ValueError, match=r"'6\.weight' has role 'none', not one of \('input'"):
+    with pytest.raises(ValueError, match=r"role of '6\.weight' must be one of \('input'"):
         mulo.param_groups(MLP(8), {k: v for k, v in roles.items() if k != "6.weight"})
     with pytest.raises(ValueError, match=r"no parameter '8\.weight': infer the roles"):
         mulo.init_(MLP(8), roles | {"8.weight": "hidden"})

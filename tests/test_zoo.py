@@ -164,6 +164,6 @@ def test_gpt2_trains_and_its_files_load_elsewhere(tmp_path):
 
 def test_a_build_that_varies_a_part_warns():
     build = of_transformers("LlamaForCausalLM", **TEXT, hidden_size=same)
-    message = r"mlp\.gate_proj\.weight'.*\.\.\. \(5\).*every inner size"
+    message = r"mlp\.gate_proj\.weight'.*\.\.\. \(5\).*let its size grow"
     with pytest.warns(UserWarning, match=message):
         mulo.infer_roles(build, 64)
