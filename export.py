@@ -42,9 +42,11 @@ from mulo.features import Accumulators, LossBuffer, Rates
 from mulo.kernels import folded
 
 try:
+    import onnx_ir
     import onnxruntime
-
-    from mulo.kernels import onnxgraphs
+    import onnxscript.optimizer
+    from onnx_ir.passes import common
+    from onnxscript import opset20 as op
 except ImportError as error:
     fix = f'{error.name} is missing: pip install "mulo[export]", or -r requirements.txt.'
     raise (SystemExit if __name__ == "__main__" else ImportError)(fix) from None
@@ -186,6 +188,90 @@ def to_torchscript(lo: LO, text: str) -> bytes:
     return slim.getvalue()
 
 
+# ---------------------------------------------------------------- ONNX
+
+FLOAT, DOUBLE = onnx_ir.DataType.FLOAT.value, onnx_ir.DataType.DOUBLE.value
+
+
+def _ints(*values: int):
+    return op.Constant(value_ints=list(values))
+
+
+def _lerp(self, end, weight):
+    """self + weight (end - self); torch also computes another formula, for weight >= 1/2."""
+    return op.Add(self, op.Mul(weight, op.Sub(end, self)))
+
+
+def _nan_to_num(self, nan=0.0, posinf=0.0, neginf=0.0):
+    finite = op.LessOrEqual(op.Abs(self), op.Constant(value_float=3.4028234663852886e38))
+    return op.Where(finite, self, op.Constant(value_floats=[0.0]))
+
+
+def _power(self, exponent):
+    return op.Mul(self, self) if exponent == 2 else op.Pow(self, op.CastLike(exponent, self))
+
+
+def _mean(self, dim, keepdim=False, dtype=None):
+    """The mean over one axis: sum pieces of it in float32, and these sums in float64.
+
+    onnxruntime adds floats one after another: ReduceMean over a million entries is off by 2e-4. A
+    piece has as many entries as the largest power of two that divides the axis, at most 1024.
+    """
+    rank = len(self.shape)
+    axis = dim[0] % rank
+    size = op.Shape(self, start=axis, end=axis + 1)
+    piece = op.Min(op.BitwiseAnd(size, op.Neg(size)), _ints(1024))
+    shape = [op.Shape(self, end=axis)] if axis else []
+    shape += [_ints(-1), piece]
+    shape += [op.Shape(self, start=axis + 1)] if axis < rank - 1 else []
+    sums = op.ReduceSum(op.Reshape(self, op.Concat(*shape, axis=0)), _ints(axis + 1), keepdims=0)
+    total = op.ReduceSum(op.Cast(sums, to=DOUBLE), _ints(axis), keepdims=int(keepdim))
+    return op.Cast(op.Div(total, op.Cast(size, to=DOUBLE)), to=FLOAT)
+
+
+aten = torch.ops.aten
+TRANSLATIONS = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
+TRANSLATIONS |= {aten.pow.Tensor_Scalar: _power, aten.mean.dim: _mean}
+
+
+def to_onnx(
+    program: torch.export.ExportedProgram,
+    name: str,
+    inputs: Shapes,
+    outputs: Shapes,
+    metadata: dict[str, str],
+) -> bytes:
+    """A graph as an ONNX file: constants folded, unused and repeated nodes removed.
+
+    torch's ONNX optimizer is not used: it deletes additions of 1e-8 and less, such as our epsilons.
+    There is no Loop. Running the network on blocks of rows that fit the cache is up to 1.4 times
+    faster on a CPU (at 1024x1024; slower at 64x64), but on CUDA the host waits for its bounds.
+    """
+    options = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": 20}
+    exported = torch.onnx.export(program, custom_translation_table=TRANSLATIONS, **options)
+    model = onnx_ir.from_proto(onnx_ir.to_proto(exported.model))
+    common.InlinePass()(model)
+    onnxscript.optimizer.fold_constants(model)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.DeduplicateInitializersPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.OutputFixPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.ClearMetadataAndDocStringPass()(model)
+    graph = model.graph
+    for values, named in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, (k, shape) in zip(values, named.items(), strict=True):
+            value.name, value.shape = k, onnx_ir.Shape(shape)
+    for node in graph:
+        node.name = None
+    graph.name, model.ir_version = name, 10
+    model.metadata_props.clear()
+    model.metadata_props.update(metadata)
+    proto = onnx_ir.to_proto(model)
+    proto.graph.ClearField("value_info")  # types of inner values, half of the file
+    return proto.SerializeToString()
+
+
 # ---------------------------------------------------------------- the contract
 
 CONTRACT = {  # how to call the graphs; examples/README.md has the same sentences, with examples
@@ -267,7 +353,7 @@ def write(
         for kind in tqdm(kinds(lo.config), f"exporting {name}", unit="graph"):
             program, sides = to_program(lo, kind), shapes(lo.config, kind)
             if "onnx" in suffixes:
-                onnx = onnxgraphs.convert(program, kind, *sides, {"mulo": text})
+                onnx = to_onnx(program, kind, *sides, {"mulo": text})
                 files[f"{name}.{kind}.onnx"] = onnx
             if "pt2" in suffixes:
                 files[f"{name}.{kind}.pt2"] = to_pt2(program, text)

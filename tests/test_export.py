@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import mulo
-from mulo import export, kernels, roles
+from mulo import export, roles
 from mulo.serving import Session
 
 ROOT = Path(__file__).parents[1]
@@ -246,7 +246,7 @@ def test_mutated_weights_fail(copied, suffix, small):
             file, program = copied / f"mulo_m.vector.{suffix}", export.to_program(lo, "vector")
             sides = export.shapes(lo.config, "vector")
             if suffix == "onnx":
-                content = export.onnxgraphs.convert(program, "vector", *sides, {})
+                content = export.to_onnx(program, "vector", *sides, {})
             else:
                 content = export.to_pt2(program, "")
     file.write_bytes(content)
@@ -276,8 +276,6 @@ def test_command_line(copied, small, complaint):
 
 def test_missing_packages_are_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    monkeypatch.delitem(sys.modules, "mulo.kernels.onnxgraphs")
-    monkeypatch.delattr(kernels, "onnxgraphs")
     sentence = re.escape('onnxscript is missing: pip install "mulo[export]", or -r requirements')
     for name, kind in (("__main__", SystemExit), ("mulo.export", ImportError)):
         with pytest.raises(kind, match=sentence):
