@@ -314,8 +314,8 @@ class Task:
         side = self.shape[-1]  # size that images are pooled to, or sequence length
         data = datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
         if (data.shape, data.classes) != (self.shape, self.classes):
-            found = f"{self.dataset} has inputs {data.shape} and {data.classes} classes"
-            raise ValueError(f"{found}, but {self.name} takes {self.shape} and {self.classes}.")
+            got = f"{self.dataset} has inputs {data.shape} and {data.classes} classes"
+            raise ValueError(f"{got}, but {self.name} takes {self.shape} and {self.classes}.")
         return data
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
