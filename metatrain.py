@@ -435,8 +435,8 @@ def parse_args(**defaults) -> argparse.Namespace:
     either.add_argument("--out", type=Path, help="folder (default: runs/<recipe>_<scale>_seed<N>)")
     either.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
     parser.add_argument("--device", default="auto", help=kernels.DEVICE_HELP)
-    every = "minutes between checkpoints (default: 1; 0: after every outer step)"
-    parser.add_argument("--checkpoint-every", type=float, default=1, metavar="X", help=every)
+    every = "minutes between checkpoints (default: 1; paper: 10; 0: after every outer step)"
+    parser.add_argument("--checkpoint-every", type=float, metavar="X", help=every)
     parser.add_argument("--no-picture", action="store_true", help="skip the comparison at the end")
     recipes.add_flags(parser)
     parser.set_defaults(**defaults)
@@ -476,7 +476,10 @@ def main(**defaults) -> None:
             torch.set_num_threads(1)  # tensors are so small that threads slow it down
         if run.rank == 0:
             print(f"{sentence} Backend: {run.particles[0].opt.backend}.", flush=True)
-        run.train(args.checkpoint_every)
+        minutes = args.checkpoint_every
+        if minutes is None:
+            minutes = 1 if run.recipe.scale == "desk" else 10  # large nets make large files
+        run.train(minutes)
         if run.rank == 0:
             optimizer = f"The optimizer is {run.out / 'lo.pt'}."
             print(optimizer if args.no_picture else compare(run, device))
