@@ -237,7 +237,7 @@ def rank(suite: Suite, results: Results) -> Finding:
         ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
         ax.set(xlabel="horizons, size", ylabel="average rank", title=f"{kind} tasks")
         ax.invert_yaxis()
-    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)).set_in_layout(False)
     checks, summary = {}, []
     entrants = [name for name in names if not name.startswith("muon")]  # Muon is not in the paper
     for (t, size), row in zip(columns, ranks_of(entrants)["all"].tolist(), strict=True):
