@@ -363,8 +363,15 @@ class Own(NamedTuple):
 
 @functools.cache
 def _own_data(own: Own, device: str):
-    """The data set of a registered kind, made once."""
-    return own.data(device)
+    """The data set of a registered kind, checked once and cached."""
+    data = own.data(device)
+    # Checked, because batches of other shapes can fit the number of nets by coincidence.
+    shapes = [tuple(x.shape) for x in data.batch([torch.Generator()] * 3, 2)]
+    expected = (3, 2, *data.shape)
+    if shapes[0] != expected or any(shape[:2] != (3, 2) for shape in shapes):
+        fix = f"make the inputs {expected}, then the targets (3, 2, ...)"
+        raise ValueError(f"batch(3 generators, 2) gives {shapes}: {fix}.")
+    return data
 
 
 # The paper's kinds, then ours: on data that needs no download, and on data in $MULO_DATA.
@@ -449,6 +456,7 @@ def get(name: str, **changes) -> Task:
         fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
         fields = {"heads": HEADS.get(width) or next(fitting, 1)} | fields
     task = dataclasses.replace(kind, **(fields | changes))
+    task = dataclasses.replace(task, rules=tuple(task.rules))  # hashable, for the caches
     if resnet and (task.width % 32 or task.depth != 18):
         raise ValueError(f"{name}: a resnet's width is a multiple of 32, its depth 18.")
     width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1

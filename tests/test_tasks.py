@@ -247,6 +247,7 @@ def test_cross_entropy_is_the_default(no_kinds):
     batch = task.data().batch([seeded(), seeded(1)], 7)
     theta = task.init(2, seeded(), zero_output=False)
     torch.testing.assert_close(task.losses(theta, batch), known.losses(theta, batch))
+    assert tasks.get("mine_w16_d3", rules=["init"]).roles() == task.roles()  # a list will do
 
 
 WRONG = {  # text of the example, its replacement: the error
@@ -254,6 +255,7 @@ WRONG = {  # text of the example, its replacement: the error
     ('"sines"', '"my sines"'): "'my sines' cannot be registered",
     (", loss_bound=0.75", ""): "sines has no classes: give tasks.register a loss_bound",
     ("loss_bound=0.75", "loss_bound=0"): "loss_bound must be a number above 0, not 0",
+    ("(8,), None", "(9,), None"): r"gives \[\(3, 2, 8\), .*: make the inputs \(3, 2, 9\)",
 }
 
 
