@@ -300,6 +300,8 @@ class Run(Trainer):
         status, text = subprocess.getstatusoutput(shlex.join([*git, "--exclude=*"]))
         self.commit = "unknown" if status else text
         out.mkdir(parents=True, exist_ok=True)
+        for temporary in out.glob(".checkpoint_*"):  # of a process that was killed
+            temporary.unlink(missing_ok=True)
 
     def save(self) -> None:
         """Write a checkpoint and the log."""
