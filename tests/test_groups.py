@@ -25,6 +25,8 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=message):
             opt.add_param_group({"params": nn.Parameter(torch.zeros(2))} | options)
     assert len(opt.param_groups) == 1
+    with pytest.raises(ValueError, match="unknown backend 'fast': use auto, kernel"):
+        mulo.MuLO([p], mulo.SmallFC(), backend="fast")
     with pytest.raises(TypeError, match="lo must be a learned optimizer"):
         mulo.MuLO([p], "mulo_m")
     with pytest.raises(TypeError, match=r"use mulo\.param_groups"):

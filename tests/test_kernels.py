@@ -128,20 +128,23 @@ def test_backends_are_one_step(backend, name):
     assert worst > 0  # it is not the literal step itself
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflows in Triton's interpreter
 @pytest.mark.parametrize("name", ["H=4", "relative", "velo"])
 def test_gradients_of_any_size(backend, name):
-    """Zero, tiny and huge gradients, with dead rows and columns. VeLO clips at 1000."""
-    sizes = (0.0, 1e-6, 1e3)
-    shapes = [(7,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)]
-    shapes = shapes[: 2 if backend == "triton" else 5] * len(sizes)
-    case = Case(CONFIGS[name], shapes, P=1 if backend == "triton" else 2)
-    for _ in range(1 if backend == "triton" else 2):
+    """Zero, tiny, large and clipped gradients, with bad entries and dead rows and columns."""
+    slow = backend == "triton"
+    sizes, shapes = (0.0, 1e-6, 1e3, 1e18), [(17,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)]
+    shapes = shapes[: 2 if slow else 5]
+    case = Case(CONFIGS[name], shapes * len(sizes), P=1 if slow else 2)
+    for _ in range(1 if slow else 2):
         grads = case.gradients(1.0)
         for k, g in enumerate(grads):
-            g *= sizes[k * len(sizes) // len(grads)]
+            g *= sizes[k // len(shapes)]
             if g.ndim > 2:
                 g[:, 3] = g[:, :, 2] = 0
-        case.compare(backend, grads, 5 * TOLERANCE[backend])
+            g.view(len(g), -1)[0, [2, 11, 16]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        _, bad = case.compare(backend, grads, 5 * TOLERANCE[backend])
+        assert bad == 3 * len(grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,16 +163,6 @@ def test_statistics_of_all_tensors(backend, dtype):
         expected = features.tensor_statistics(x.p.double(), *(y.double() for y in x.acc[:2]))
         assert (got[:, n] - expected).abs().amax() <= 2e-6
         assert expected[:, 1:].abs().amin() < 2.5 or x.p[0].numel() == 1  # not clipped
-
-
-def test_bad_entries_count_as_zero(backend):
-    case = Case(CONFIGS["H=4"], [(17,), (5, 6)] + [(20, 30), (30, 20)] * (backend != "triton"))
-    grads = case.gradients()
-    for g in grads:
-        flat = g.view(len(g), -1)
-        flat[0, 2], flat[0, 11], flat[1, 16] = torch.nan, torch.inf, -torch.inf
-    _, bad = case.compare(backend, grads, TOLERANCE[backend])
-    assert bad == 3 * len(grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -245,24 +238,6 @@ def test_threads_do_not_change_a_bit():
         for x, y in zip(results[0], other, strict=True):
             assert torch.equal(x.p, y.p)
             assert all(torch.equal(a, b) for a, b in zip(x.acc, y.acc, strict=True))
-
-
-def test_a_kernel_takes_what_it_can():
-    """Non-contiguous and float64 parameters go to the folded step, in the same call."""
-    torch.manual_seed(0)
-    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
-    start = [torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(6, 8).double(), torch.randn(9)]
-    moved = []
-    for backend in ("kernel", "literal"):
-        ps = [nn.Parameter(x.clone()) for x in start]
-        for p, x in zip(ps, start, strict=True):
-            p.grad = x.sin()
-        opt = mulo.MuLO(ps, lo, backend=backend)
-        for _ in range(3):
-            opt.step()
-        moved.append(ps)
-    for p, q in zip(*moved, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
 
 
 def one_tensor(*shape, backend="kernel"):
@@ -351,11 +326,6 @@ def fresh(unchecked, monkeypatch, tmp_path):
 
 
 CPU, SMALL = torch.device("cpu"), LOConfig(hidden_size=3, hidden_layers=1)
-
-
-def test_names():
-    with pytest.raises(ValueError, match="unknown backend 'fast': use auto, kernel"):
-        mulo.MuLO([nn.Parameter(torch.zeros(3))], mulo.SmallFC(), backend="fast")
 
 
 def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):

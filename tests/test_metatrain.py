@@ -151,20 +151,6 @@ def test_halves_of_a_pair_share_all_but_phi(name, calls):
     assert not torch.equal(*particles.theta["layers.0.weight"][:2])
 
 
-def test_lengths_of_unrolls():
-    """The first ones are shorter, so that the pairs' next ones begin at different times."""
-    trainer = trainer_of(pairs=8, unroll=60, shortest=20, truncation=1)
-    lengths = []
-    for _ in range(150):
-        truncation(trainer)
-        lengths.append(trainer.particles[0].length.clone())
-    first, later = lengths[0], torch.stack(lengths[-20:])
-    assert first.unique().numel() >= 4
-    assert first.min() < 20 <= later.min()
-    assert later.max() <= 60
-    assert later.unique().numel() >= 4
-
-
 def test_divergence_restarts_the_pair_and_spares_the_others(calls):
     trainer = trainer_of(unroll=100, shortest=100, pairs=2)
     particles = trainer.particles[0]

@@ -88,14 +88,15 @@ def test_sparse_gradients_are_refused_before_anything_moves():
 
 
 def test_layouts_of_memory():
-    """Transposed, strided and channels-last parameters move exactly as contiguous ones do."""
+    """Transposed, strided and channels-last parameters move exactly as contiguous ones do; the
+    kernel steps those that it can, in the same call."""
     torch.manual_seed(0)
     x, w = torch.randn(8, 4, 3, 3), torch.randn(40, 30)
     strided = torch.randn(80, 30)[::2].copy_(w)
-    odd = [x.to(memory_format=torch.channels_last), w.t().contiguous().t(), strided]
-    assert not any(p.is_contiguous() for p in odd)
+    odd = [x.to(memory_format=torch.channels_last), w.t().contiguous().t(), strided, x.clone()]
+    assert [p.is_contiguous() for p in odd] == [False, False, False, True]
     lo, ends = small(0.1), []
-    for params in (odd, [x, w, w.clone()]):
+    for params in (odd, [x, w, w.clone(), x.clone()]):
         params, gen = [nn.Parameter(p) for p in params], torch.Generator().manual_seed(0)
         opt = mulo.MuLO(params, lo)
         for _ in range(4):
@@ -168,22 +169,6 @@ def test_zero_and_huge_gradients_and_empty_tensors():
                 assert all(x.isfinite().all() for x in (p, *opt.state[p].values()))
 
 
-def test_another_default_dtype():
-    """Everything of the step is float32, or as wide as the parameter, whatever torch's default."""
-    moved = []
-    for default in (torch.float32, torch.float64):
-        p = nn.Parameter(torch.linspace(-1, 1, 20, dtype=torch.float32).view(4, 5))
-        opt = mulo.MuLO([p], mulo.load("lo_m"), weight_decay=0.1)
-        p.grad = torch.ones_like(p)
-        torch.set_default_dtype(default)
-        try:
-            opt.step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        moved.append(p.detach().clone())
-    assert torch.equal(*moved)
-
-
 def test_changed_weights_are_seen():
     """However they were changed: the packed weights are kept from step to step."""
     p, q = (nn.Parameter(torch.ones(6, 8)) for _ in range(2))
@@ -220,15 +205,6 @@ def test_config_refuses_nonsense():
     ):
         with pytest.raises(ValueError, match=message):
             LOConfig(**bad)
-
-
-def test_initial_weights():
-    """Truncated normal of variance about 1/fan_in, zero biases and offsets; sizes add up."""
-    net = mulo.SmallFC(LOConfig(hidden_size=32))
-    assert sum(p.numel() for p in net.parameters()) == 2402 + 7
-    assert net.w1.abs().max() <= 2 / 32**0.5
-    assert float(net.w1.std()) == pytest.approx(0.88 / 32**0.5, rel=0.1)
-    assert not any(w.any() for name, w in net.named_parameters() if name[0] != "w")
 
 
 def test_step_is_pure_and_differentiable():
