@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import mulo
-from mulo import export, roles
+from mulo import export
 from mulo.serving import Session
 
 ROOT = Path(__file__).parents[1]
@@ -95,22 +95,10 @@ def test_the_json_describes_the_graphs(name):
 
 
 def test_the_page_has_the_contract():
-    """examples/README.md: every rule of CONTRACT, the tables of roles and of state."""
-
-    def plain(text):
-        return " ".join(text.replace("`", "").split())
-
-    page = (ROOT / "examples" / "README.md").read_text()
+    """examples/README.md has every rule of CONTRACT."""
+    page = (ROOT / "examples" / "README.md").read_text().replace("`", "").split()
     for sentence in (x for rules in export.CONTRACT.values() for x in rules):
-        assert plain(sentence) in plain(page), sentence
-    power = {0: "1", -1: "1/fan_in"}
-    for role, rule in roles.RULES.items():
-        [row] = [x.split(" | ") for x in page.splitlines() if x.startswith(f"| {role} |")]
-        assert [x.split(" (")[0].strip(" |") for x in row[2:]] == [power[x] for x in rule]
-    sides = [export.shapes(mulo.LOConfig(), kind)[0] for kind in KINDS]
-    for k in "MVrc":
-        shapes = [f"({', '.join(map(str, x[k]))})" for x in sides]
-        assert f"| {k} | {' | '.join(shapes)} |" in page
+        assert " ".join(sentence.split()) in " ".join(page), sentence
 
 
 # Against float64
