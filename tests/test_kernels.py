@@ -55,8 +55,7 @@ class Case:
 
     def __init__(self, config, shapes, P=2, own=False, dtype=torch.float32, out_axis=0, seed=0):
         self.config = dataclasses.replace(config, lam1=1.0, lam2=0.1)  # updates of order 1
-        self.gen, self.dtype = torch.Generator().manual_seed(seed), dtype
-        T = len(shapes)
+        self.gen, T = torch.Generator().manual_seed(seed), len(shapes)
         lead = (P if own else 1, *([T] if config.net == "velo" else []))
         self.phi = kernels.random_weights(self.config, self.gen, *lead)
         self.stacks = []
@@ -71,9 +70,7 @@ class Case:
             self.numbers.eps_scale.fill(1)
 
     def gradients(self, size=0.1):
-        return [
-            (size * torch.randn(x.p.shape, generator=self.gen)).to(self.dtype) for x in self.stacks
-        ]
+        return [size * torch.randn(x.p.shape, generator=self.gen) for x in self.stacks]
 
     def step(self, backend, grads):
         """Step copies of the stacks; return them, and the count of bad entries."""
@@ -87,9 +84,8 @@ class Case:
                 x.rows = kernels.rows(x.p, x.acc, x.dims)
                 assert x.rows is not None
         weights = Weights(self.config, self.phi, backend)
-        args = self.config, backend, weights, stacks, grads, self.numbers
         bad = torch.zeros((), dtype=torch.int64)
-        mulo.advance_(*args, bad)
+        mulo.advance_(self.config, backend, weights, stacks, grads, self.numbers, bad)
         return stacks, int(bad)
 
     def compare(self, backend, grads, tolerance):
@@ -100,15 +96,10 @@ class Case:
         assert bad == bad_too
         worst = 0.0
         for before, x, y in zip(self.stacks, expected, got, strict=True):
-            update = (x.p.double() - before.p.double()).abs().amax().item()
-            if x.p.dtype == torch.float32:
-                error = (x.p - y.p).abs().amax().item() / max(update, 0.1)
-                assert error <= tolerance, (tuple(x.p.shape), error)
-                worst = max(worst, error)
-            else:  # equal but for entries that round the other way
-                room = torch.finfo(x.p.dtype).eps * x.p.float().abs().amax()
-                assert (x.p.float() - y.p.float()).abs().amax() <= room
-                assert (x.p != y.p).float().mean() <= 0.02 + 2 / x.p.numel()
+            update = (x.p - before.p).abs().amax().item()
+            error = (x.p - y.p).abs().amax().item() / max(update, 0.1)
+            assert error <= tolerance, (tuple(x.p.shape), error)
+            worst = max(worst, error)
             for name, a, b in zip(x.acc._fields, x.acc, y.acc, strict=True):
                 room = 2e-6 * a.abs().amax().item()
                 torch.testing.assert_close(b, a, rtol=1e-5, atol=room, msg=name)
@@ -163,17 +154,6 @@ def test_statistics_of_all_tensors(backend, dtype):
         expected = features.tensor_statistics(x.p.double(), *(y.double() for y in x.acc[:2]))
         assert (got[:, n] - expected).abs().amax() <= 2e-6
         assert expected[:, 1:].abs().amin() < 2.5 or x.p[0].numel() == 1  # not clipped
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["folded", "kernel"])
-def test_low_precision(backend, dtype):
-    """Rounded to nearest, in stacks too; the count of bad entries is that of the literal step."""
-    case = Case(CONFIGS["H=4"], [(7,), (33,), (40, 70), (6, 4, 3, 3)], dtype=dtype)
-    for k in range(2):
-        grads = case.gradients()
-        grads[k][0, 3] = torch.inf
-        case.compare(backend, grads, TOLERANCE[backend])
 
 
 @given(

@@ -108,13 +108,14 @@ def test_layouts_of_memory():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["literal", "folded", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes(dtype):
+def test_other_dtypes(dtype, backend):
     """State is float32; a parameter of low precision moves as its float32 copy, then is rounded."""
     torch.manual_seed(0)
     p, lo = nn.Parameter(torch.randn(300, 400).to(dtype)), small(0.1)
     q = nn.Parameter(p.detach().float())
-    opts = [mulo.MuLO([x], lo) for x in (p, q)]
+    opts = [mulo.MuLO([x], lo, backend=backend) for x in (p, q)]
     for _ in range(3):
         p.grad = torch.randn(p.shape).to(dtype)
         q.grad = p.grad.float()
