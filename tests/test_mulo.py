@@ -132,28 +132,20 @@ def test_other_dtypes(dtype, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_that_are_not_finite(dtype):
-    """They count as 0, are counted, and are warned of; nothing else is touched."""
-    torch.manual_seed(0)
-    lo = small(0.1)
+    """They are counted, leave the state finite, and are warned of once, at the user's line."""
     ps = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((6, 5), (7,))]
-    qs = [nn.Parameter(p.detach().clone()) for p in ps]
-    bad, good = mulo.MuLO(ps, lo), mulo.MuLO(qs, lo)
+    opt = mulo.MuLO(ps, small(0.1))
     with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
-            for p, q in zip(ps, qs, strict=True):
+            for p in ps:
                 p.grad = torch.randn(p.shape).to(dtype)
                 p.grad.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-                q.grad = torch.nan_to_num(p.grad, 0, 0, 0)
-            bad.step()
-            good.step()
-    assert bad.nonfinite == 3 * 3 * 2
-    assert len(caught) == (3 if dtype == torch.float64 else 1)  # float64: two without a kernel
+            opt.step()
+    assert opt.nonfinite == 3 * 3 * 2
     text = "NaN or infinite gradient entries were replaced by 0"
     [warning] = [w for w in caught if text in str(w.message)]
     assert warning.filename == __file__
-    for p, q in zip(ps, qs, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
-        assert all(x.isfinite().all() for x in bad.state[p].values())
+    assert all(x.isfinite().all() for p in ps for x in (p, *opt.state[p].values()))
 
 
 def test_zero_and_huge_gradients_and_empty_tensors():
@@ -255,10 +247,7 @@ MUTANTS = {
         "parameter_features",
         lambda f: lambda *a: (x := f(*a)) | {"r": x["c"], "c": x["r"]},
     ),
-    "feature: time is off by one": (
-        "time_features",
-        lambda f: lambda t, *a: f(t + 1, *a),
-    ),
+    "feature: time is off by one": ("time_features", lambda f: lambda t, *a: f(t + 1, *a)),
     "epsilon: 1e-8 instead of 1e-6 in M / sqrt(V)": (
         "epsilons",
         lambda f: lambda *a: f(*a)._replace(M=1e-8, V=1e-8),
@@ -267,10 +256,7 @@ MUTANTS = {
         "inverse_rms",
         lambda f: lambda ms, eps: f(ms, eps._replace(rms=0.0)),
     ),
-    "beta: 0.99 for V": (
-        "rates_of",
-        lambda f: lambda phi: (x := f(phi))._replace(V=10 * x.V),
-    ),
+    "beta: 0.99 for V": ("rates_of", lambda f: lambda phi: (x := f(phi))._replace(V=10 * x.V)),
     "beta: those of r and c reversed": (
         "rates_of",
         lambda f: lambda phi: (x := f(phi))._replace(rc=x.rc.flip(-1)),

@@ -109,14 +109,17 @@ def test_copies():
 
 
 def test_state_can_be_edited():
-    """A state that is replaced, or changed in place, is what the next step uses."""
+    """A state that is replaced, moved (by offloading), or changed in place, is used by the next
+    step."""
     net, opt = make()
     train(net, opt, 2, *task(MLP))
-    p, q = net[2].weight, net[4].weight
+    p, q, moved = net[2].weight, net[4].weight, net[0].weight
     opt.state[p]["M"] = torch.zeros_like(opt.state[p]["M"])
     opt.state[q]["V"].zero_()
+    opt.state[moved]["M"].data = torch.zeros_like(opt.state[moved]["M"])
     train(net, opt, 1, *task(MLP))
-    torch.testing.assert_close(opt.state[p]["M"][0], 0.1 * p.grad, rtol=1e-4, atol=1e-9)
+    for x in (p, moved):
+        torch.testing.assert_close(opt.state[x]["M"][0], 0.1 * x.grad, rtol=1e-4, atol=1e-9)
     torch.testing.assert_close(opt.state[q]["V"], 0.001 * q.grad**2, rtol=1e-3, atol=1e-12)
 
 

@@ -259,9 +259,10 @@ def test_a_constructor_that_reads_values_needs_the_cpu():
 
 
 def test_rules_switch_off_one_by_one():
-    roles = roles_of(MLP)
-    for rules in ((), ("init",), ("multiplier",), ("update",)):
-        model = mulo.init_(MLP(64), roles, rules=rules, zero_output=False)
+    roles, model = roles_of(MLP), MLP(64)
+    model[6] = mulo.Readout(64, 5)
+    for rules in ((), ("init",), ("multiplier",), ("update",), ALL, ALL):
+        mulo.init_(model, roles, rules=rules, zero_output=False)
         scales = options(mulo.param_groups(model, roles, rules=rules), "scale")
         assert scales["2.weight"] == (1 / 64 if "update" in rules else 1.0)
         variance = 1.0 if "init" in rules else 1 / 64

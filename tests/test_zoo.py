@@ -39,16 +39,6 @@ STAGES = {"hidden_sizes": lambda w: [w, 2 * w, 4 * w, 8 * w], "depths": [1, 1, 1
 RESNET18 = STAGES | {"depths": [2, 2, 2, 2], "embedding_size": same, "layer_type": "basic"}
 
 
-def experts(width):
-    """Mixtral: the experts of a layer are one parameter, (expert, out, in)."""
-    sizes = LLAMA | {"num_local_experts": 4}
-    model = of_transformers("MixtralForCausalLM", **sizes)(width)
-    for module in model.modules():
-        if hasattr(module, "gate_up_proj"):
-            module.out_axis = {"gate_up_proj": -2, "down_proj": -2}
-    return model
-
-
 ATTENTION = {f"*.self_attn.{x}_proj": "hidden 96" for x in "qkvo"}
 BERT_LAYER = {f"attention.self.{x}": "hidden 96" for x in ("query", "key", "value")}
 BERT_LAYER |= {"attention.output.dense": "hidden 96", "*.output.dense": "hidden 384"}
@@ -94,12 +84,6 @@ ZOO = {
         | {"*.DenseReluDense.wi": "hidden 96", "*.DenseReluDense.wo": "hidden 384"}
         | {"*.SelfAttention.relative_attention_bias": "input", "shared": "output"},
     ),
-    "mixtral": (
-        experts,
-        ATTENTION
-        | {"mlp.experts.gate_up_proj": "hidden 96", "mlp.experts.down_proj": "hidden 384"}
-        | {"*.mlp.gate": "input", "model.embed_tokens": "input", "lm_head": "output 96"},
-    ),
     "vit": (vit_of_timm, VIT_LAYER | {"head": "output 96"}),
     "convnext": (
         of_transformers("ConvNextForImageClassification", **STAGES),
@@ -118,8 +102,7 @@ ZOO = {
 @pytest.mark.parametrize("name", ZOO)
 def test_roles_are_those_of_the_table(name):
     build, table = ZOO[name]
-    action = "ignore" if name == "mixtral" else "error"  # its router looks like a head
-    with warnings.catch_warnings(action=action, category=UserWarning):
+    with warnings.catch_warnings(action="error", category=UserWarning):
         roles = mulo.infer_roles(build, 96)
     with torch.device("meta"):
         model = build(96)
