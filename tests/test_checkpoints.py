@@ -197,5 +197,3 @@ def test_from_pylo(tmp_path):
     torch.save({"layer.weight": torch.zeros(2)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"no 'network\.input\.weight'.*not PyLO's"):
         mulo.from_pylo(tmp_path / "other.pt")
-    with pytest.raises(FileNotFoundError, match=r"there is no file"):
-        mulo.from_pylo(tmp_path / "none.safetensors")

@@ -166,7 +166,6 @@ def test_relative_epsilons_against_the_oracle_with_dead_units(shape):
     lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=1.0, eps="relative"), gen)
     sizes = 1e-6 * torch.logspace(0, -7, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
     sizes[1] = 0
-
     columns = torch.ones(shape[-1])
     columns[0] = 1e-6 if len(shape) > 1 else 1
     gradients = (sizes * columns * torch.randn(shape, generator=gen) for _ in range(5))

@@ -235,8 +235,7 @@ def new_api():
     torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
+autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("setting", [legacy_api, new_api, autocast])

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from user_models import MLP, ConvNet, Holder, TiedMLP, Transformer, task, train
 
 import mulo
@@ -235,15 +236,9 @@ def reads_values(w):
         (lambda w: Matmul(w, 4 * w, (3,)), r"stack of matrices W, set out_axis = \{'W': -2\}"),
         (lambda w: Matmul(w, w, (3,), out_axis=0), "must be one of the last two"),
         (lambda w: nn.Linear(4, 5), r"no parameter grows from build\(16\)"),
-        (
-            lambda w: nn.ModuleList(nn.Linear(w, w) for _ in range(w // 16)),
-            "one of two widths only",
-        ),
-        (
-            lambda w: nn.utils.parametrizations.weight_norm(nn.Linear(4, w)),
-            "remove its parametrization",
-        ),
-        (lambda w: nn.utils.parametrizations.spectral_norm(nn.Linear(w, w)), "parametrization"),
+        (lambda w: nn.LSTM(9, w, num_layers=w // 16), "one of two widths only"),
+        (lambda w: weight_norm(nn.Linear(4, w)), "remove its parametrization"),
+        (lambda w: spectral_norm(nn.Linear(w, w)), "remove its parametrization"),
         (lambda w: None, r"must be an nn\.Module, not NoneType"),
         (MLP(8), "build must be a function"),
         (reads_values, "meta device: pass device='cpu'"),

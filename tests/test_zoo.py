@@ -36,7 +36,6 @@ BERT = TEXT | {"hidden_size": same, "intermediate_size": times(4)}
 GPT2 = {"vocab_size": 97, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": same}
 LLAMA = BERT | {"num_key_value_heads": 2}
 STAGES = {"hidden_sizes": lambda w: [w, 2 * w, 4 * w, 8 * w], "depths": [1, 1, 1, 1]}
-RESNET18 = STAGES | {"depths": [2, 2, 2, 2], "embedding_size": same, "layer_type": "basic"}
 
 
 ATTENTION = {f"*.self_attn.{x}_proj": "hidden 96" for x in "qkvo"}
@@ -74,27 +73,12 @@ ZOO = {
         | {"predictions.transform.dense": "hidden 96"}
         | {"bert.embeddings.word_embeddings": "output"},
     ),
-    "t5": (
-        of_transformers(
-            "T5ForConditionalGeneration", vocab_size=97, num_layers=2, num_heads=4,
-            d_model=same, d_ff=times(4), d_kv=lambda w: w // 4,
-        ),
-        {f"*.SelfAttention.{x}": "hidden 96" for x in "qkvo"}
-        | {f"*.EncDecAttention.{x}": "hidden 96" for x in "qkvo"}
-        | {"*.DenseReluDense.wi": "hidden 96", "*.DenseReluDense.wo": "hidden 384"}
-        | {"*.SelfAttention.relative_attention_bias": "input", "shared": "output"},
-    ),
     "vit": (vit_of_timm, VIT_LAYER | {"head": "output 96"}),
     "convnext": (
         of_transformers("ConvNextForImageClassification", **STAGES),
         {"convnext.embeddings.patch_embeddings": "input 48", "layers.*.dwconv": "input 49"}
         | {"layers.*.pwconv1": "hidden", "layers.*.pwconv2": "hidden"}
         | {"*.downsampling_layer.*": "hidden", "classifier": "output 768"},
-    ),
-    "resnet18": (
-        of_transformers("ResNetForImageClassification", **RESNET18),
-        {"embedder.embedder.convolution": "input 147", "layer.*.convolution": "hidden"}
-        | {"*.shortcut.convolution": "hidden", "classifier.*": "output 768"},
     ),
 }  # fmt: skip
 
