@@ -88,8 +88,7 @@ def test_sparse_gradients_are_refused_before_anything_moves():
 
 
 def test_layouts_of_memory():
-    """Transposed, strided and channels-last parameters move exactly as contiguous ones do; the
-    kernel steps those that it can, in the same call."""
+    """Transposed, strided and channels-last parameters move as contiguous ones, also beside one."""
     torch.manual_seed(0)
     x, w = torch.randn(8, 4, 3, 3), torch.randn(40, 30)
     strided = torch.randn(80, 30)[::2].copy_(w)

@@ -109,8 +109,7 @@ def test_copies():
 
 
 def test_state_can_be_edited():
-    """A state that is replaced, moved (by offloading), or changed in place, is used by the next
-    step."""
+    """A state that is replaced, offloaded or changed in place is what the next step uses."""
     net, opt = make()
     train(net, opt, 2, *task(MLP))
     p, q, moved = net[2].weight, net[4].weight, net[0].weight

@@ -74,11 +74,9 @@ def test_the_table(family):
         (lambda w: nn.ConvTranspose2d(w, w, 3, groups=w, bias=False), {"weight": "input"}),
         (lambda w: nn.ConvTranspose2d(w, w, 3, groups=4, bias=False), {"weight": "hidden"}),
         (lambda w: nn.LayerNorm((4, w)), {"weight": "input", "bias": "input"}),
-        (
-            lambda w: nn.MultiheadAttention(w, 4, add_bias_kv=True, bias=False),
-            {"in_proj_weight": "hidden", "out_proj.weight": "hidden"}
-            | {"bias_k": "input", "bias_v": "input"},
-        ),
+        (lambda w: nn.MultiheadAttention(w, 4, add_bias_kv=True, bias=False),
+         {"in_proj_weight": "hidden", "out_proj.weight": "hidden"}
+         | {"bias_k": "input", "bias_v": "input"}),
         (lambda w: nn.LSTM(9, w, bias=False), {"weight_ih_l0": "input", "weight_hh_l0": "hidden"}),
         (lambda w: Holder(pos=bare(1, 9, w)), {"pos": "input"}),
         (lambda w: Holder(cls=bare(1, w)), {"cls": "input"}),

@@ -79,7 +79,6 @@ def test_any_width_and_depth():
         ("resnet_w128_d3", "resnet_w128: a resnet's width is a multiple of 32, its depth 18"),
         ("", "unknown task '': a name is kind, width and depth, such as fashion8_mlp_w64_d3"),
         ("c10_mlp_w64_d1", "c10_mlp_w64_d1 is too small: use w1_d2 or more"),
-        ("vit_w0_d3", "vit_w0_d3 is too small: use w1_d1 or more"),
     ],
 )
 def test_names_that_are_wrong(name, message):

@@ -34,11 +34,9 @@ same = times(1)
 TEXT = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT = TEXT | {"hidden_size": same, "intermediate_size": times(4)}
 GPT2 = {"vocab_size": 97, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": same}
-LLAMA = BERT | {"num_key_value_heads": 2}
 STAGES = {"hidden_sizes": lambda w: [w, 2 * w, 4 * w, 8 * w], "depths": [1, 1, 1, 1]}
 
 
-ATTENTION = {f"*.self_attn.{x}_proj": "hidden 96" for x in "qkvo"}
 BERT_LAYER = {f"attention.self.{x}": "hidden 96" for x in ("query", "key", "value")}
 BERT_LAYER |= {"attention.output.dense": "hidden 96", "*.output.dense": "hidden 384"}
 BERT_LAYER |= {"*.intermediate.dense": "hidden 96", "bert.embeddings.position_embeddings": "input"}
@@ -61,8 +59,8 @@ ZOO = {
         GPT2_LAYER | {"transformer.wte": "input", "lm_head": "output 96"},
     ),
     "llama": (
-        of_transformers("LlamaForCausalLM", **LLAMA),
-        ATTENTION
+        of_transformers("LlamaForCausalLM", num_key_value_heads=2, **BERT),
+        {f"*.self_attn.{x}_proj": "hidden 96" for x in "qkvo"}
         | {f"*.mlp.{x}_proj": "hidden 96" for x in ("gate", "up")}
         | {"*.mlp.down_proj": "hidden 384"}
         | {"model.embed_tokens": "input", "lm_head": "output 96"},
