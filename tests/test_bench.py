@@ -1,4 +1,4 @@
-"""bench.py: turns, minima, and the tables it prints."""
+"""bench.py: the contestants, and the tables it prints."""
 
 import re
 import sys
@@ -9,13 +9,6 @@ import torch
 
 import mulo
 from mulo import bench
-
-
-def test_race_takes_turns():
-    turns = []
-    best = bench.race({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, repeats=3)
-    assert "".join(turns) == "ab" * 5
-    assert all(0 <= t < 1 for t in best.values())
 
 
 @pytest.mark.parametrize("net", ["small_fc", "velo"])
@@ -42,7 +35,5 @@ def test_sections(monkeypatch, capsys, complaint):
     assert f"**a race**\n\n{table}" in printed
     page = (Path(bench.__file__).parent / "BENCHMARKS.md").read_text()
     assert set(re.findall(r"^## python bench.py (\w+)", page, re.M)) <= set(bench.COMMANDS)
-    assert "metatrain is measured on the CPU only" in complaint(
-        bench, "metatrain", "--device", "cuda"
-    )
-    assert "'0' must be an integer of 1 or more" in complaint(bench, "step", "--repeats", 0)
+    refusal = complaint(bench, "metatrain", "--device", "cuda")
+    assert "metatrain is measured on the CPU only" in refusal

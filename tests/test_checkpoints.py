@@ -32,6 +32,9 @@ def test_what_a_file_holds(small_fc, tmp_path):
     assert torch.equal(again.w0, small_fc.w0)
     with pytest.raises(TypeError, match="lambda1"):
         mulo.load(tmp_path / "lo.pt", lambda1=0.1)
+    mulo.save(small_fc.bfloat16(), tmp_path / "lo.pt")  # saved as float32
+    again = mulo.load(tmp_path / "lo.pt")
+    torch.testing.assert_close(again.state_dict(), small_fc.float().state_dict(), rtol=0, atol=0)
 
 
 NUMBERS = st.floats(0, 1e9, allow_subnormal=False)
@@ -90,12 +93,6 @@ def test_about_takes_plain_values_only(small_fc, tmp_path):
         with pytest.raises(TypeError, match="give plain numbers and strings"):
             mulo.save(small_fc, tmp_path / "lo.pt", where=value)
     assert not os.listdir(tmp_path)
-
-
-def test_weights_of_another_type_are_saved_as_float32(small_fc, tmp_path):
-    mulo.save(small_fc.bfloat16(), tmp_path / "lo.pt")
-    again = mulo.load(tmp_path / "lo.pt")
-    torch.testing.assert_close(again.state_dict(), small_fc.float().state_dict(), rtol=0, atol=0)
 
 
 def test_shipped_names(small_fc, tmp_path, monkeypatch):
@@ -163,18 +160,13 @@ def test_bad_files(small_fc, tmp_path, monkeypatch):
     for size, message in huge.items():
         refused(message, forged(config=config | {"hidden_size": size}))
     refused(f"{damaged}.*multipliers", good | {"config": config | {"multipliers": True}})
-
-
-def test_velo_of_other_features(tmp_path):
-    """Its bank of networks has the features along another axis."""
     lo = mulo.VeLO(LOConfig(net="velo", hidden_size=4, lstm_hidden=8, param_inits=3))
     lo.bank_w0 = torch.nn.Parameter(torch.zeros(3, 31, 4), requires_grad=False)
-    mulo.save(lo, tmp_path / "lo.pt")
-    with pytest.raises(ValueError, match="with 31 features, this code has 30"):
-        mulo.load(tmp_path / "lo.pt")
+    mulo.save(lo, "velo.pt")
+    refused("with 31 features, this code has 30", (tmp_path / "velo.pt").read_bytes())
 
 
-def test_from_reference():
+def test_from_reference(velo_4000):
     golden = Golden("small_fc_h32_sp")
     arrays = {k.removeprefix("meta/"): v for k, v in golden.z.items() if k.startswith("meta/")}
     assert mulo.from_reference(arrays, lam1=0.5).config == LOConfig(hidden_size=32, lam1=0.5)
@@ -182,12 +174,8 @@ def test_from_reference():
         mulo.from_reference({f"meta/{k}": v for k, v in arrays.items()})
     with pytest.raises(ValueError, match=r"Missing.*rms_decays"):
         mulo.from_reference({k: v for k, v in arrays.items() if k != "rms_decays"})
-
-
-def test_velo_lacks_an_array(velo_4000):
-    arrays = {k: v for k, v in velo_4000["plain"].items() if k != "ff/b0"}
     with pytest.raises(ValueError, match="VeLO's array 'ff/b0' is missing"):
-        mulo.from_reference(arrays)
+        mulo.from_reference({k: v for k, v in velo_4000["plain"].items() if k != "ff/b0"})
 
 
 def test_from_pylo(tmp_path):
@@ -209,5 +197,3 @@ def test_from_pylo(tmp_path):
     torch.save({"layer.weight": torch.zeros(2)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"no 'network\.input\.weight'.*not PyLO's"):
         mulo.from_pylo(tmp_path / "other.pt")
-    with pytest.raises(FileNotFoundError, match=r"there is no file"):
-        mulo.from_pylo(tmp_path / "none.safetensors")

@@ -132,10 +132,8 @@ def test_wrong_flags_are_errors(start):
             start(example, "--width", 33)
     start(charlm, "--steps", 1, "--out", "run")
     for example, flags, message in (
-        (charlm, ["--lo", "nothing"], "no file 'nothing': give a path or a shipped name"),
         (charlm, ["--out", "run", "--width", 64], "size mismatch"),
         (charlm, ["--out", "run", "--optimizer", "adamw"], "param"),
-        (charlm, ["--text", "nowhere"], "nowhere"),
         (charlm, ["--length", 500], "the text has 189 characters: use a --length below that."),
         (resnet, ["--data-dir", "nowhere"], "nowhere/cifar10 lacks cifar-10-batches-bin"),
     ):
@@ -182,13 +180,6 @@ def test_same_training_elsewhere(exported, command):
     done = run(*command, exported)
     assert done.returncode == 0, done.stderr
     assert printed_loss(done.stdout) == pytest.approx(eager_loss(), rel=1e-4)
-
-
-def test_files_that_are_missing_are_one_sentence(tmp_path):
-    (tmp_path / "desk.json").touch()
-    done = run(sys.executable, "examples/embed.py", tmp_path)
-    fix = "run python export.py mulo_m && python examples/desk.py"
-    assert done.stderr.splitlines()[-1] == f"no {tmp_path}/desk.bin: {fix}"  # after onnxruntime's
 
 
 class Site(http.server.SimpleHTTPRequestHandler):

@@ -4,9 +4,6 @@ import hashlib
 import io
 import json
 import math
-import re
-import runpy
-import sys
 import warnings
 import zipfile
 from functools import cache
@@ -19,7 +16,7 @@ import pytest
 import torch
 
 import mulo
-from mulo import export, roles
+from mulo import export
 from mulo.serving import Session
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +51,8 @@ def test_files_carry_the_config_and_no_paths(exported):
     config = json.loads((exported / "mulo_m.json").read_text())
     assert config.pop("contract") == export.CONTRACT
     files = list(config.pop("sha256"))
+    hidden = {"init variance": -1, "output multiplier": 0, "update": -1}
+    assert (config["mup"]["hidden"], len(config["features"])) == (hidden, 39)
     assert files[0] == "mulo_m.pt"
     for file in (exported / name for name in files[1:]):
         if file.suffix == ".onnx":
@@ -73,44 +72,11 @@ def test_files_carry_the_config_and_no_paths(exported):
         assert file.suffix == ".pt2" or file.stat().st_size <= 32_000
 
 
-@pytest.mark.parametrize("name", ["mulo_m", "muvelo_m"])
-def test_the_json_describes_the_graphs(name):
-    """Each input has a shape, a type and perhaps a first value, each output a shape."""
-    lo = mulo.load(name)
-    about = json.loads(json.dumps(export.describe(lo, name)))
-    assert about["mup"]["hidden"] == {"init variance": -1, "output multiplier": 0, "update": -1}
-    assert len(about["features"]) == lo.config.num_features
-    sizes = {"b": 2, "e": 3, "m": 4, "n": 5, "T": 6}
-    for kind, graph in about["graphs"].items():
-        inputs, outputs = (
-            {x["name"]: [sizes.get(d, d) for d in x["shape"]] for x in graph[side]}
-            for side in ("inputs", "outputs")
-        )
-        first = [torch.tensor(x.get("first", 0.5)) for x in graph["inputs"]]
-        x = [v + torch.zeros(shape) for v, shape in zip(first, inputs.values(), strict=True)]
-        results = getattr(export.Graphs(lo), kind)(*x)
-        assert [list(y.shape) for y in results] == list(outputs.values())
-        states = {x["name"] for x in graph["inputs"] if "first" in x} | {"p"} & inputs.keys()
-        assert {f"new_{k}" for k in states} == {k for k in outputs if k.startswith("new_")}
-
-
 def test_the_page_has_the_contract():
-    """examples/README.md: every rule of CONTRACT, the tables of roles and of state."""
-
-    def plain(text):
-        return " ".join(text.replace("`", "").split())
-
-    page = (ROOT / "examples" / "README.md").read_text()
+    """examples/README.md has every rule of CONTRACT."""
+    page = (ROOT / "examples" / "README.md").read_text().replace("`", "").split()
     for sentence in (x for rules in export.CONTRACT.values() for x in rules):
-        assert plain(sentence) in plain(page), sentence
-    power = {0: "1", -1: "1/fan_in"}
-    for role, rule in roles.RULES.items():
-        [row] = [x.split(" | ") for x in page.splitlines() if x.startswith(f"| {role} |")]
-        assert [x.split(" (")[0].strip(" |") for x in row[2:]] == [power[x] for x in rule]
-    sides = [export.shapes(mulo.LOConfig(), kind)[0] for kind in KINDS]
-    for k in "MVrc":
-        shapes = [f"({', '.join(map(str, x[k]))})" for x in sides]
-        assert f"| {k} | {' | '.join(shapes)} |" in page
+        assert " ".join(sentence.split()) in " ".join(page), sentence
 
 
 # Against float64
@@ -269,14 +235,4 @@ def test_command_line(copied, small, complaint):
     path.write_text(json.dumps(good))
     (copied / "mulo_m.vector.pt2").unlink()
     assert "No such file or directory" in complaint(export, path)
-    assert "No such file or directory: 'nowhere.json'" in complaint(export, "nowhere.json")
-    assert "no file" in complaint(export, "nothing_like_it")
     assert "File exists" in complaint(export, "mulo_m", "--out", path)
-
-
-def test_missing_packages_are_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    sentence = re.escape('onnxscript is missing: pip install "mulo[export]", or -r requirements')
-    for name, kind in (("__main__", SystemExit), ("mulo.export", ImportError)):
-        with pytest.raises(kind, match=sentence):
-            runpy.run_path(str(ROOT / "export.py"), run_name=name)

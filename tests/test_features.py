@@ -83,23 +83,16 @@ def test_time_features():
     torch.testing.assert_close(features.fraction_features(t, 100, "paper"), expected)
 
 
-@pytest.mark.parametrize(
-    ("shape", "jax", "torch_"),
-    [
-        ((7,), None, None),
-        ((9, 4), (1, 0), (1, 0)),
-        ((6, 6), (0, 1), (1, 0)),  # a tie: d0 is the out axis, last in JAX and first in torch
-        ((3, 3, 5, 5), (2, 3), (2, 3)),  # in torch a 3x3 layer with a 5x5 kernel
-        ((2, 2, 2, 2, 2), (3, 4), (1, 0)),
-        ((3, 7, 7, 7), (2, 3), (3, 1)),  # HWIO of the torch layout is (7, 7, 7, 3): d1=kw, d0=in
-    ],
-)
-def test_factored_dims(shape, jax, torch_):
-    for out_axis, expected in ((-1, jax), (0, torch_)):
-        dims = features.factored_dims(shape, out_axis)
-        assert dims == (expected and tuple(k - len(shape) for k in expected))
-    if len(shape) == 2:  # (in, out) of an embedding is JAX's order
-        assert features.factored_dims(shape, 1) == features.factored_dims(shape, -1)
+def test_ties_of_factored_dims():
+    """d0 is the out axis, d1 the in axis: last in JAX, first in torch; then the others."""
+    for shape, jax, torch_ in (
+        ((6, 6), (-2, -1), (-1, -2)),
+        ((2, 2, 2, 2, 2), (-2, -1), (-4, -5)),
+        ((3, 7, 7, 7), (-2, -1), (-1, -3)),  # torch: in = 7, kernel 7x7; of its axes kw wins
+    ):
+        assert features.factored_dims(shape, -1) == jax
+        assert features.factored_dims(shape, 0) == torch_
+    assert features.factored_dims((6, 6), 1) == (-2, -1)  # an embedding's (in, out) is JAX's order
 
 
 SHAPES = [(), (1,), (7,), (5, 9), (9, 4), (6, 6), (1, 7), (7, 1), (1, 1), (4, 2, 6), (4, 4, 2)]
@@ -173,7 +166,6 @@ def test_relative_epsilons_against_the_oracle_with_dead_units(shape):
     lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=1.0, eps="relative"), gen)
     sizes = 1e-6 * torch.logspace(0, -7, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
     sizes[1] = 0
-
     columns = torch.ones(shape[-1])
     columns[0] = 1e-6 if len(shape) > 1 else 1
     gradients = (sizes * columns * torch.randn(shape, generator=gen) for _ in range(5))
@@ -186,18 +178,3 @@ def test_what_counts_as_zero():
     x = features.inverse_rms(ms, Eps("reference", 0.0))
     assert float(x[0, 0] * ms[0, 0].sqrt()) == pytest.approx(1, rel=1e-5)
     assert (x[0, 1:] == 0).all()
-
-
-def test_clean():
-    g = torch.tensor([float("nan"), float("inf"), -float("inf"), 2e3, -5.0, 1e30])
-    assert features.clean(g, 1000.0).tolist() == [0, 0, 0, 1000, -5, 1000]
-    assert features.clean(g, features.CLIP["small_fc"]).square().sum().isfinite()
-
-
-def test_names_follow_from_the_features():
-    """The dict of features is the only list: what is added there is named, counted and seen."""
-    names = features.feature_names("small_fc")
-    counts = {k: len(features.feature_names(k)) for k in ("small_fc", "velo", "velo_paper")}
-    assert counts == {"small_fc": 39, "velo": 30, "velo_paper": 29}
-    assert names[:6] == ("g", "p", "M1", "M2", "M3", "V")
-    assert names[-12:-9] == ("M*F3", "t/1", "t/3")

@@ -1,6 +1,5 @@
 """All backends are one step: literal = folded = C++ = Triton (in its interpreter)."""
 
-import copy
 import dataclasses
 import subprocess
 import sys
@@ -55,8 +54,7 @@ class Case:
 
     def __init__(self, config, shapes, P=2, own=False, dtype=torch.float32, out_axis=0, seed=0):
         self.config = dataclasses.replace(config, lam1=1.0, lam2=0.1)  # updates of order 1
-        self.gen, self.dtype = torch.Generator().manual_seed(seed), dtype
-        T = len(shapes)
+        self.gen, T = torch.Generator().manual_seed(seed), len(shapes)
         lead = (P if own else 1, *([T] if config.net == "velo" else []))
         self.phi = kernels.random_weights(self.config, self.gen, *lead)
         self.stacks = []
@@ -71,9 +69,7 @@ class Case:
             self.numbers.eps_scale.fill(1)
 
     def gradients(self, size=0.1):
-        return [
-            (size * torch.randn(x.p.shape, generator=self.gen)).to(self.dtype) for x in self.stacks
-        ]
+        return [size * torch.randn(x.p.shape, generator=self.gen) for x in self.stacks]
 
     def step(self, backend, grads):
         """Step copies of the stacks; return them, and the count of bad entries."""
@@ -87,9 +83,8 @@ class Case:
                 x.rows = kernels.rows(x.p, x.acc, x.dims)
                 assert x.rows is not None
         weights = Weights(self.config, self.phi, backend)
-        args = self.config, backend, weights, stacks, grads, self.numbers
         bad = torch.zeros((), dtype=torch.int64)
-        mulo.advance_(*args, bad)
+        mulo.advance_(self.config, backend, weights, stacks, grads, self.numbers, bad)
         return stacks, int(bad)
 
     def compare(self, backend, grads, tolerance):
@@ -100,15 +95,10 @@ class Case:
         assert bad == bad_too
         worst = 0.0
         for before, x, y in zip(self.stacks, expected, got, strict=True):
-            update = (x.p.double() - before.p.double()).abs().amax().item()
-            if x.p.dtype == torch.float32:
-                error = (x.p - y.p).abs().amax().item() / max(update, 0.1)
-                assert error <= tolerance, (tuple(x.p.shape), error)
-                worst = max(worst, error)
-            else:  # equal but for entries that round the other way
-                room = torch.finfo(x.p.dtype).eps * x.p.float().abs().amax()
-                assert (x.p.float() - y.p.float()).abs().amax() <= room
-                assert (x.p != y.p).float().mean() <= 0.02 + 2 / x.p.numel()
+            update = (x.p - before.p).abs().amax().item()
+            error = (x.p - y.p).abs().amax().item() / max(update, 0.1)
+            assert error <= tolerance, (tuple(x.p.shape), error)
+            worst = max(worst, error)
             for name, a, b in zip(x.acc._fields, x.acc, y.acc, strict=True):
                 room = 2e-6 * a.abs().amax().item()
                 torch.testing.assert_close(b, a, rtol=1e-5, atol=room, msg=name)
@@ -128,20 +118,23 @@ def test_backends_are_one_step(backend, name):
     assert worst > 0  # it is not the literal step itself
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflows in Triton's interpreter
 @pytest.mark.parametrize("name", ["H=4", "relative", "velo"])
 def test_gradients_of_any_size(backend, name):
-    """Zero, tiny and huge gradients, with dead rows and columns. VeLO clips at 1000."""
-    sizes = (0.0, 1e-6, 1e3)
-    shapes = [(7,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)]
-    shapes = shapes[: 2 if backend == "triton" else 5] * len(sizes)
-    case = Case(CONFIGS[name], shapes, P=1 if backend == "triton" else 2)
-    for _ in range(1 if backend == "triton" else 2):
+    """Zero, tiny, large and clipped gradients, with bad entries and dead rows and columns."""
+    slow = backend == "triton"
+    sizes, shapes = (0.0, 1e-6, 1e3, 1e18), [(17,), (5, 6), (20, 30), (30, 20), (6, 4, 3, 3)]
+    shapes = shapes[: 2 if slow else 5]
+    case = Case(CONFIGS[name], shapes * len(sizes), P=1 if slow else 2)
+    for _ in range(1 if slow else 2):
         grads = case.gradients(1.0)
         for k, g in enumerate(grads):
-            g *= sizes[k * len(sizes) // len(grads)]
+            g *= sizes[k // len(shapes)]
             if g.ndim > 2:
                 g[:, 3] = g[:, :, 2] = 0
-        case.compare(backend, grads, 5 * TOLERANCE[backend])
+            g.view(len(g), -1)[0, [2, 11, 16]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        _, bad = case.compare(backend, grads, 5 * TOLERANCE[backend])
+        assert bad == 3 * len(grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -162,27 +155,6 @@ def test_statistics_of_all_tensors(backend, dtype):
         assert expected[:, 1:].abs().amin() < 2.5 or x.p[0].numel() == 1  # not clipped
 
 
-def test_bad_entries_count_as_zero(backend):
-    case = Case(CONFIGS["H=4"], [(17,), (5, 6)] + [(20, 30), (30, 20)] * (backend != "triton"))
-    grads = case.gradients()
-    for g in grads:
-        flat = g.view(len(g), -1)
-        flat[0, 2], flat[0, 11], flat[1, 16] = torch.nan, torch.inf, -torch.inf
-    _, bad = case.compare(backend, grads, TOLERANCE[backend])
-    assert bad == 3 * len(grads)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["folded", "kernel"])
-def test_low_precision(backend, dtype):
-    """Rounded to nearest, in stacks too; the count of bad entries is that of the literal step."""
-    case = Case(CONFIGS["H=4"], [(7,), (33,), (40, 70), (6, 4, 3, 3)], dtype=dtype)
-    for k in range(2):
-        grads = case.gradients()
-        grads[k][0, 3] = torch.inf
-        case.compare(backend, grads, TOLERANCE[backend])
-
-
 @given(
     shapes=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=5).map(tuple), max_size=4),
     out_axis=st.sampled_from([0, 1, -1]),
@@ -196,12 +168,10 @@ def test_any_tensors(shapes, out_axis, P, own, name, size, seed):
     """Any ranks and sizes, stacks with shared or own weights, gradients of any size."""
     case = Case(CONFIGS[name], [(3,), *shapes], P, own, out_axis=out_axis, seed=seed)
     for _ in range(2):
-        grads = case.gradients(size)
-        before = case.stacks
+        grads, before = case.gradients(size), case.stacks
         case.compare("folded", grads, 2e-5)
-        after, case.stacks = case.stacks, before
+        case.stacks = before
         case.compare("kernel", grads, 2e-5)
-        case.stacks = after
 
 
 def test_long_rows_keep_their_digits():
@@ -238,31 +208,11 @@ def test_threads_do_not_change_a_bit():
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         try:
-            results.append(case.step("kernel", grads)[0])
+            results.append([[x.p, *x.acc] for x in case.step("kernel", grads)[0]])
         finally:
             torch.set_num_threads(1)
     for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            assert torch.equal(x.p, y.p)
-            assert all(torch.equal(a, b) for a, b in zip(x.acc, y.acc, strict=True))
-
-
-def test_a_kernel_takes_what_it_can():
-    """Non-contiguous and float64 parameters go to the folded step, in the same call."""
-    torch.manual_seed(0)
-    lo = mulo.SmallFC(LOConfig(hidden_size=4, lam1=0.1))
-    start = [torch.randn(6, 8), torch.randn(8, 6).t(), torch.randn(6, 8).double(), torch.randn(9)]
-    moved = []
-    for backend in ("kernel", "literal"):
-        ps = [nn.Parameter(x.clone()) for x in start]
-        for p, x in zip(ps, start, strict=True):
-            p.grad = x.sin()
-        opt = mulo.MuLO(ps, lo, backend=backend)
-        for _ in range(3):
-            opt.step()
-        moved.append(ps)
-    for p, q in zip(*moved, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
 def one_tensor(*shape, backend="kernel"):
@@ -290,33 +240,6 @@ def test_state_that_does_not_fit_is_not_written_to(backend):
     p.data, p.grad = torch.ones(40, 4), torch.ones(40, 4)
     with pytest.raises(RuntimeError):
         opt.step()
-
-
-def test_state_that_was_moved_is_found():
-    """Offloading sets `.data` of state tensors: the next step uses the new memory."""
-    results = []
-    for moves in (False, True):
-        p, opt = one_tensor(4, 4)
-        for _ in range(3):
-            opt.step()
-            for x in opt.state[p].values():
-                x.data = x.data.clone() if moves else x.data
-        results.append({"p": p.detach(), **opt.state[p]})
-    for name, x in results[0].items():
-        assert torch.equal(x, results[1][name]), name
-
-
-def test_a_vector_has_28_bytes_of_state_per_entry():
-    """r and c of a vector are one tensor, also after a state dict was loaded that has two."""
-    p, opt = one_tensor(50)
-    opt.step()
-    saved = copy.deepcopy(opt.state_dict())
-    saved["state"][0]["c"] = saved["state"][0]["c"].clone()
-    opt.load_state_dict(saved)
-    opt.step()
-    storages = {x.untyped_storage().data_ptr(): x.nbytes for x in opt.state[p].values()}
-    assert sum(storages.values()) == 28 * 50
-    assert opt.state[p].keys() == {"M", "V", "r", "c"}
 
 
 @pytest.mark.parametrize("backend", ["kernel", "literal"])
@@ -353,11 +276,6 @@ def fresh(unchecked, monkeypatch, tmp_path):
 CPU, SMALL = torch.device("cpu"), LOConfig(hidden_size=3, hidden_layers=1)
 
 
-def test_names():
-    with pytest.raises(ValueError, match="unknown backend 'fast': use auto, kernel"):
-        mulo.MuLO([nn.Parameter(torch.zeros(3))], mulo.SmallFC(), backend="fast")
-
-
 def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):
     """Rebuilt by two processes at once."""
     assert kernels.choose("auto", SMALL, CPU) == "kernel"
@@ -378,20 +296,16 @@ def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):
     assert file.stat().st_size == len(content)
 
 
-def test_the_build_starts_with_the_optimizer(fresh, monkeypatch):
-    """Once, in the background, for parameters on a CPU; the first step waits for it."""
-    commands, run = [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda x, **k: commands.append(x) or run(x, **k))
+def test_the_build_starts_with_the_optimizer(fresh):
+    """Once, in the background, for parameters on a CPU."""
     lo, p = mulo.SmallFC(SMALL), nn.Parameter(torch.ones(3))
     mulo.MuLO([nn.Parameter(torch.ones(3, device="meta"))], lo)
     mulo.MuLO([p], lo, backend="folded")
     assert kernels.start_build.cache_info().currsize == 0
     for _ in range(2):
-        opt = mulo.MuLO([p], lo)
+        mulo.MuLO([p], lo)
     assert kernels.start_build.cache_info().currsize == 1
-    p.grad = torch.ones(3)
-    opt.step()
-    assert sum("-o" in command for command in commands) == 1
+    kernels.start_build(SMALL).join()
     assert len(list(fresh.iterdir())) == 1
 
 

@@ -37,11 +37,11 @@ def flat(z, prefix, names="ab", pairs=True):
     return torch.cat([x.reshape(len(x), -1) if pairs else x.reshape(-1) for x in parts], -1)
 
 
-def losses(z, case, k=...):
+def losses(z, case):
     """delta and began of a golden case. In `pes_gradient` every step counts; the reference leaves
     out the step at which an unroll ends, so the others get its weight."""
     p_loss, n_loss, mask, done = (
-        torch.tensor(z[f"{case}{name}"][k]) for name in ("p_loss", "n_loss", "mask", "is_done")
+        torch.tensor(z[f"{case}{name}"]) for name in ("p_loss", "n_loss", "mask", "is_done")
     )
     return (p_loss - n_loss) * mask * len(mask) / mask.sum(0), done.cumsum(0) > 0
 
@@ -58,30 +58,24 @@ def test_golden_formula(case):
 
 def test_golden_quadratic():
     """Five truncations of the reference on a quadratic; xi is carried from one to the next."""
-    z = np.load(GOLDEN / "pes_quadratic.npz")
-    parts = [torch.tensor(z[f"acc_before/{k}"][0]) for k in ("drift", "log_lr")]
-    xi = torch.cat([parts[0], parts[1][:, None]], 1)
-    for call in range(5):
-        drift, log_lr = (torch.tensor(z[f"eps/{k}"][call]) for k in ("drift", "log_lr"))
-        eps = torch.cat([drift, log_lr[:, None]], 1)
-        grad, xi = pes_gradient(*losses(z, "", call), eps, xi, float(z["cfg/std"]))
-        expected = [*z["grad/drift"][call], z["grad/log_lr"][call]]
-        np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(xi[:, :3], z["acc_after/drift"][call], rtol=1e-5)
+    z, names, xi = np.load(GOLDEN / "pes_quadratic.npz"), ("drift", "log_lr"), None
+    for k in range(5):
+        call = {name: x[k] for name, x in z.items() if x.shape[:1] == (5,)}
+        eps, before, after = (flat(call, x, names) for x in ("eps", "acc_before", "acc_after"))
+        xi = before if k == 0 else xi
+        grad, xi = pes_gradient(*losses(call, ""), eps, xi, float(z["cfg/std"]))
+        expected = flat(call, "grad", names, pairs=False)
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(xi, after, rtol=1e-5, atol=0)
 
 
 def test_a_bad_pair_is_left_out():
     """NaN in one pair: the gradient is that of the others; the reference gives NaN for all."""
-    z = np.load(GOLDEN / "pes_formula.npz")
-    delta = torch.tensor(z["nan/p_loss"] - z["nan/n_loss"])
-    began = torch.tensor(z["nan/is_done"]).cumsum(0) > 0
-    eps, xi = (flat(z, f"nan/{k}") for k in ("eps", "acc_before"))
-    good = delta.isfinite().all(0)
-    assert 0 < good.sum() < len(good)
+    delta, began, (eps, xi) = torch.randn(5, 3), torch.zeros(5, 3).bool(), torch.randn(2, 3, 4)
+    expected, _ = pes_gradient(delta[:, :2], began[:, :2], eps[:2], xi[:2], 0.01)
+    delta[1, 2] = math.nan
     grad, _ = pes_gradient(delta, began, eps, xi, 0.01)
-    expected, _ = pes_gradient(delta[:, good], began[:, good], eps[good], xi[good], 0.01)
     torch.testing.assert_close(grad, expected)
-    assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("carry", [True, False])
@@ -149,20 +143,6 @@ def test_halves_of_a_pair_share_all_but_phi(name, calls):
             assert torch.equal(p[:4], p[4:])
     assert restarts
     assert not torch.equal(*particles.theta["layers.0.weight"][:2])
-
-
-def test_lengths_of_unrolls():
-    """The first ones are shorter, so that the pairs' next ones begin at different times."""
-    trainer = trainer_of(pairs=8, unroll=60, shortest=20, truncation=1)
-    lengths = []
-    for _ in range(150):
-        truncation(trainer)
-        lengths.append(trainer.particles[0].length.clone())
-    first, later = lengths[0], torch.stack(lengths[-20:])
-    assert first.unique().numel() >= 4
-    assert first.min() < 20 <= later.min()
-    assert later.max() <= 60
-    assert later.unique().numel() >= 4
 
 
 def test_divergence_restarts_the_pair_and_spares_the_others(calls):
@@ -434,12 +414,9 @@ def test_messages(whole, tmp_path, complaint, monkeypatch):
     for flags, reason in (
         (["--resume", other], "was made by other code"),
         (["--pairs", 0], "pairs must be above 0, not 0"),
-        (["--device", "foo"], "device 'foo'"),
         (["--out", whole], f"has a run already: add --resume {whole}"),
-        (["--out", whole / "log.csv"], "File exists"),
         (["--resume", whole, "--pairs", 9], "a resumed run keeps its pairs: only --steps can chan"),
         (["--resume", whole, "--steps", 6], "is at step 6: give a larger --steps"),
-        (["--resume", whole, "--out", other], "--out: not allowed with argument --resume"),
         (["--resume", tmp_path / "none"], "has no checkpoint: start a new run"),
     ):
         assert reason in complaint(metatrain, *flags)

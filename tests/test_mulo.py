@@ -88,14 +88,14 @@ def test_sparse_gradients_are_refused_before_anything_moves():
 
 
 def test_layouts_of_memory():
-    """Transposed, strided and channels-last parameters move exactly as contiguous ones do."""
+    """Transposed, strided and channels-last parameters move as contiguous ones, also beside one."""
     torch.manual_seed(0)
     x, w = torch.randn(8, 4, 3, 3), torch.randn(40, 30)
     strided = torch.randn(80, 30)[::2].copy_(w)
-    odd = [x.to(memory_format=torch.channels_last), w.t().contiguous().t(), strided]
-    assert not any(p.is_contiguous() for p in odd)
+    odd = [x.to(memory_format=torch.channels_last), w.t().contiguous().t(), strided, x.clone()]
+    assert [p.is_contiguous() for p in odd] == [False, False, False, True]
     lo, ends = small(0.1), []
-    for params in (odd, [x, w, w.clone()]):
+    for params in (odd, [x, w, w.clone(), x.clone()]):
         params, gen = [nn.Parameter(p) for p in params], torch.Generator().manual_seed(0)
         opt = mulo.MuLO(params, lo)
         for _ in range(4):
@@ -107,13 +107,14 @@ def test_layouts_of_memory():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["literal", "folded", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes(dtype):
+def test_other_dtypes(dtype, backend):
     """State is float32; a parameter of low precision moves as its float32 copy, then is rounded."""
     torch.manual_seed(0)
     p, lo = nn.Parameter(torch.randn(300, 400).to(dtype)), small(0.1)
     q = nn.Parameter(p.detach().float())
-    opts = [mulo.MuLO([x], lo) for x in (p, q)]
+    opts = [mulo.MuLO([x], lo, backend=backend) for x in (p, q)]
     for _ in range(3):
         p.grad = torch.randn(p.shape).to(dtype)
         q.grad = p.grad.float()
@@ -130,58 +131,20 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_that_are_not_finite(dtype):
-    """They count as 0, are counted, and are warned of; nothing else is touched."""
-    torch.manual_seed(0)
-    lo = small(0.1)
+    """They are counted, leave the state finite, and are warned of once, at the user's line."""
     ps = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((6, 5), (7,))]
-    qs = [nn.Parameter(p.detach().clone()) for p in ps]
-    bad, good = mulo.MuLO(ps, lo), mulo.MuLO(qs, lo)
+    opt = mulo.MuLO(ps, small(0.1))
     with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
-            for p, q in zip(ps, qs, strict=True):
+            for p in ps:
                 p.grad = torch.randn(p.shape).to(dtype)
                 p.grad.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-                q.grad = torch.nan_to_num(p.grad, 0, 0, 0)
-            bad.step()
-            good.step()
-    assert bad.nonfinite == 3 * 3 * 2
-    assert len(caught) == (3 if dtype == torch.float64 else 1)  # float64: two without a kernel
+            opt.step()
+    assert opt.nonfinite == 3 * 3 * 2
     text = "NaN or infinite gradient entries were replaced by 0"
     [warning] = [w for w in caught if text in str(w.message)]
     assert warning.filename == __file__
-    for p, q in zip(ps, qs, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
-        assert all(x.isfinite().all() for x in bad.state[p].values())
-
-
-def test_zero_and_huge_gradients_and_empty_tensors():
-    ps = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 3), (0, 3), ())]
-    for lo, kwargs in ((mulo.SmallFC(), {}), (velo(), {"num_steps": 5})):
-        for eps in ("reference", "relative"):
-            lo.config = dataclasses.replace(lo.config, eps=eps)
-            opt = mulo.MuLO(ps, lo, **kwargs)
-            for size in (0.0, 0.0, 1e30, 1.0):
-                for p in ps:
-                    p.grad = torch.full_like(p, size)
-                opt.step(loss=1.0)
-            for p in ps:
-                assert all(x.isfinite().all() for x in (p, *opt.state[p].values()))
-
-
-def test_another_default_dtype():
-    """Everything of the step is float32, or as wide as the parameter, whatever torch's default."""
-    moved = []
-    for default in (torch.float32, torch.float64):
-        p = nn.Parameter(torch.linspace(-1, 1, 20, dtype=torch.float32).view(4, 5))
-        opt = mulo.MuLO([p], mulo.load("lo_m"), weight_decay=0.1)
-        p.grad = torch.ones_like(p)
-        torch.set_default_dtype(default)
-        try:
-            opt.step()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        moved.append(p.detach().clone())
-    assert torch.equal(*moved)
+    assert all(x.isfinite().all() for p in ps for x in (p, *opt.state[p].values()))
 
 
 def test_changed_weights_are_seen():
@@ -209,26 +172,14 @@ def test_changed_weights_are_seen():
 def test_config_refuses_nonsense():
     for bad, message in (
         ({"net": "adam"}, "net='adam' is unknown"),
-        ({"spec": "mine"}, "spec='mine' is unknown"),
         ({"eps": 1e-8}, "eps=1e-08 is unknown"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer"),
         ({"eps_rms": -1.0}, "eps_rms must be a number of 0 or more"),
         ({"lam1": "x"}, "lam1 must be a number"),
-        ({"lam2": None}, "lam2 must be a number"),
         ({"t_max": float("nan")}, "t_max must be None or a number above 0"),
-        ({"t_max": 0}, "t_max must be None or a number above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             LOConfig(**bad)
-
-
-def test_initial_weights():
-    """Truncated normal of variance about 1/fan_in, zero biases and offsets; sizes add up."""
-    net = mulo.SmallFC(LOConfig(hidden_size=32))
-    assert sum(p.numel() for p in net.parameters()) == 2402 + 7
-    assert net.w1.abs().max() <= 2 / 32**0.5
-    assert float(net.w1.std()) == pytest.approx(0.88 / 32**0.5, rel=0.1)
-    assert not any(w.any() for name, w in net.named_parameters() if name[0] != "w")
 
 
 def test_step_is_pure_and_differentiable():
@@ -278,10 +229,7 @@ MUTANTS = {
         "parameter_features",
         lambda f: lambda *a: (x := f(*a)) | {"r": x["c"], "c": x["r"]},
     ),
-    "feature: time is off by one": (
-        "time_features",
-        lambda f: lambda t, *a: f(t + 1, *a),
-    ),
+    "feature: time is off by one": ("time_features", lambda f: lambda t, *a: f(t + 1, *a)),
     "epsilon: 1e-8 instead of 1e-6 in M / sqrt(V)": (
         "epsilons",
         lambda f: lambda *a: f(*a)._replace(M=1e-8, V=1e-8),
@@ -290,10 +238,7 @@ MUTANTS = {
         "inverse_rms",
         lambda f: lambda ms, eps: f(ms, eps._replace(rms=0.0)),
     ),
-    "beta: 0.99 for V": (
-        "rates_of",
-        lambda f: lambda phi: (x := f(phi))._replace(V=10 * x.V),
-    ),
+    "beta: 0.99 for V": ("rates_of", lambda f: lambda phi: (x := f(phi))._replace(V=10 * x.V)),
     "beta: those of r and c reversed": (
         "rates_of",
         lambda f: lambda phi: (x := f(phi))._replace(rc=x.rc.flip(-1)),

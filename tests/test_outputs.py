@@ -71,22 +71,6 @@ def test_tied_embeddings():
     assert float(model.tokens.weight.detach().std()) == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize("layer", [mulo.Readout, nn.Linear])
-def test_the_division_goes_on_once_and_off_again(layer):
-    def build(w):
-        return nn.Sequential(nn.Linear(3, w), layer(w, 4))
-
-    model, roles, x = build(8), roles_of(build), torch.randn(2, 8)
-    hidden = roles | {"1.weight": "hidden"}
-    cases = (roles, ALL, 8), (roles, ALL, 8), (roles, (), 1), (roles, ALL, 8), (hidden, ALL, 1)
-    for given_roles, rules, factor in cases:
-        mulo.init_(model, given_roles, rules=rules, zero_output=False)
-        plain = nn.functional.linear(x, model[1].weight, model[1].bias)
-        torch.testing.assert_close(model[1](x), plain / factor)
-        torch.testing.assert_close(copy.deepcopy(model)[1](x), plain / factor)
-    assert set(model.state_dict()) == set(build(8).state_dict())
-
-
 def test_other_readouts():
     """Layers that share an output weight, and transposed convolutions, are divided too."""
 
@@ -168,4 +152,5 @@ def test_fine_tuning(lora):
         assert torch.equal(model[2].layer.weight, before[2].layer.weight)
         assert len(opt.state) == 4
         scales = {name: g["scale"] for g in opt.param_groups for name in g["names"]}
+        assert "2.layer.weight" in scales  # it could be unfrozen
         assert (scales["2.lora_A.weight"], scales["2.lora_B.weight"]) == (1 / 16, 1)

@@ -37,8 +37,6 @@ def test_recipes(name):
     [
         ({"name": "adam"}, "unknown recipe 'adam': use one of mulo_s"),
         ({"scale": "large"}, "unknown scale 'large': use one of desk, paper"),
-        ({"widths": (0,)}, "fashion8_mlp_w0_d3 is too small: use w1_d2 or more"),
-        ({"pairs": 0}, "pairs must be above 0, not 0"),
         ({"unroll": 50}, "shortest=500 exceeds unroll=50"),
         ({"backend": "fast"}, "unknown backend 'fast': use auto, kernel, folded or literal"),
     ],

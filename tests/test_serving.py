@@ -24,7 +24,6 @@ def test_inputs_are_checked(exported):
     session.run(good)
     wrong = [
         ({"r": good["r"][..., :1, :]}, r"r must be .*, \(2, 3, 1, 3, 1\), not"),
-        ({"scale": torch.ones(1)}, "scale must be"),
         ({"p": good["p"].double()}, "p must be .*, not torch.float64"),
         ({"p": good["p"].mT.contiguous().mT}, "p must be contiguous"),
         ({"p": good["p"].to("meta")}, "p must be contiguous float32 on cpu"),
@@ -127,8 +126,6 @@ def test_other_parameters_and_files_are_refused(copied):
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
     with pytest.raises(ValueError, match="is damaged or does not belong to"):
         OrtMuLO([p], path)
-    with pytest.raises(FileNotFoundError, match="No such file or directory: 'nowhere'"):
-        OrtMuLO([p], "nowhere")
 
 
 # The optimizer in onnxruntime
@@ -163,6 +160,8 @@ def steps(params, opts, n, seed=0, room=3e-6):
         before = [p.detach().clone() for p in params[0]]
         for p, q in zip(*params, strict=True):
             p.grad = 0.1 * torch.randn_like(p)
+            if p.ndim > 3:
+                p.grad[0] = math.nan
             q.grad = p.grad.clone()
         for opt in opts:
             opt.step(loss=2 - 0.05 * t)
@@ -176,9 +175,10 @@ def steps(params, opts, n, seed=0, room=3e-6):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ort_is_mulo(exported, dtype):
-    """Several ranks, groups, times, rates, decays and ties."""
+    """Several ranks, groups, times, rates, decays and ties; bad gradients are counted."""
     params, opts = pair(exported / "mulo_m.json", dtype)
     steps(params, opts, 20)
+    assert opts[0].nonfinite == opts[1].nonfinite > 0
     for p, q in zip(*params, strict=True):
         a, b = opts[0].state[p], opts[1].state[q]
         assert a.keys() == b.keys()
@@ -199,59 +199,55 @@ def test_velo_by_the_contract(velo):
     """
     about = json.loads((velo / "velo.json").read_text())
     sessions = {k: Session(velo / f"velo.{k}.onnx") for k in about["graphs"]}
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"bias": (7,), "weight": (4, 9), "kernel": (2, 3, 5)}  # as (e, m, n): no transposes
-    shaped = {"bias": (1, 7), "weight": (1, 1, 4, 9), "kernel": (1, 2, 3, 5)}
-    p = {k: 0.1 * torch.randn(s, generator=generator) for k, s in shapes.items()}
-    given = {k: nn.Parameter(x.clone()) for k, x in p.items()}
-    opt = mulo.MuLO(given.values(), checkpoints.load(velo / "velo.pt"), num_steps=20)
+    torch.manual_seed(0)
+    shapes = {"vector": (1, 7), "tensor": (1, 1, 4, 9)}  # one parameter for each graph
+    params = {k: nn.Parameter(0.1 * torch.randn(shape).squeeze()) for k, shape in shapes.items()}
+    opt = mulo.MuLO(params.values(), checkpoints.load(velo / "velo.pt"), num_steps=20)
 
-    def first(kind, axes, sizes):
-        sizes, states = dict(zip(axes, sizes, strict=True)), {}
-        for x in about["graphs"][kind]["inputs"]:
-            if "first" in x:
-                zeros = torch.zeros([sizes.get(d, d) for d in x["shape"]])
-                states[x["name"]] = zeros + torch.tensor(x["first"])
-        return states
+    def first(kind, **sizes):
+        inputs = [x for x in about["graphs"][kind]["inputs"] if "first" in x]
+        zeros = [torch.zeros([sizes.get(d, d) for d in x["shape"]]) for x in inputs]
+        return {x["name"]: y + torch.tensor(x["first"]) for x, y in zip(inputs, zeros, strict=True)}
 
-    kinds = {k: "vector" if len(s) == 1 else "tensor" for k, s in shapes.items()}
-    axes = {"vector": "bn", "tensor": "bemn"}
-    state = {k: first(kind, axes[kind], shaped[k]) for k, kind in kinds.items()}
-    for k, s in shapes.items():
-        state[k]["features"][0, 1 + len(s)] += 1
+    state = {"vector": first("vector", b=1, n=7), "tensor": first("tensor", b=1, e=1, m=4, n=9)}
+    for k, p in params.items():
+        state[k]["features"][0, 1 + p.ndim] += 1
     decay = torch.exp(-1 / 10 ** torch.linspace(1, math.log10(20), 10))
-    lstm = first("hyper", "T", [3]) | {"num_steps": torch.tensor(20.0), "loss_decay": decay}
+    lstm = first("hyper", T=2) | {"num_steps": torch.tensor(20.0), "loss_decay": decay}
     for t in range(6):
-        grads = {k: 0.1 * torch.randn(s, generator=generator) for k, s in shapes.items()}
-        loss, before = torch.tensor(2.0 - 0.1 * t + 0.3 * (t % 2)), dict(p)
+        loss, results = torch.tensor(2.0 - 0.1 * t + 0.3 * (t % 2)), []
         lstm |= {"features": torch.cat([x["features"] for x in state.values()]), "loss": loss}
-        out = sessions["hyper"].run(lstm | {"t": torch.full((3,), float(t))})
+        out = sessions["hyper"].run(lstm | {"t": torch.full((2,), float(t))})
         lstm |= {k[4:]: x for k, x in out.items() if k.startswith("new_")}
-        for i, k in enumerate(shapes):
-            x = {"p": p[k].reshape(shaped[k]), "g": grads[k].reshape(shaped[k])} | state[k]
-            x |= {"t": torch.tensor([float(t)]), "scale": out["alpha"][i : i + 1]}
-            x |= {n: w[i : i + 1] for n, w in out.items() if n[0] in "wb"}
-            new = sessions[kinds[k]].run(x | {"decay": torch.zeros(1)})
-            p[k] = new.pop("new_p").reshape(shapes[k])
-            state[k] = {n[4:]: v for n, v in new.items()}
-            given[k].grad = grads[k]
+        for i, (k, p) in enumerate(params.items()):
+            p.grad = 0.1 * torch.randn_like(p)
+            x = {"p": p.detach().view(shapes[k]), "g": p.grad.view(shapes[k])} | state[k]
+            x |= {"t": torch.tensor([float(t)]), "decay": torch.zeros(1)}
+            x |= {"scale": out["alpha"][i : i + 1]}
+            x |= {name: w[i : i + 1] for name, w in out.items() if name[0] in "wb"}
+            new = sessions[k].run(x)
+            results.append((p, p.detach().clone(), new.pop("new_p").view_as(p)))
+            state[k] = {name[4:]: y for name, y in new.items()}
         opt.step(loss=loss)
-        for k, q in given.items():
-            update = q.detach() - before[k]
-            assert (p[k] - q.detach()).abs().max() <= 1e-3 * update.abs().max()
-            p[k] = q.detach().clone()
+        for p, before, new_p in results:
+            assert (new_p - p).abs().max() <= 1e-3 * (p - before).abs().max()
 
 
-def test_torchs_default_type_does_not_matter(velo):
+OPTIMIZERS = {
+    "MuLO": lambda p, folder: mulo.MuLO([p], mulo.load("lo_m"), weight_decay=0.1),
+    "OrtMuLO": lambda p, folder: OrtMuLO([p], folder / "velo.json", num_steps=9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torchs_default_type_does_not_matter(name, velo):
     ends = []
     for dtype in (torch.float32, torch.float64):
         p = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4))
         p.grad = torch.linspace(0, 1, 20).view(5, 4)
         torch.set_default_dtype(dtype)
         try:
-            opt = OrtMuLO([p], velo / "velo.json", num_steps=9)
-            for _ in range(3):
-                opt.step(loss=1.0)
+            OPTIMIZERS[name](p, velo).step(loss=1.0)
         finally:
             torch.set_default_dtype(torch.float32)
         ends.append(p.detach())
@@ -277,38 +273,13 @@ def test_state_goes_from_one_to_the_other(exported):
     twin.step()
 
 
-def test_ort_counts_bad_gradients(exported):
-    p = nn.Parameter(torch.ones(4, 5))
-    opt = OrtMuLO([p], exported / "mulo_m.json")
-    p.grad = torch.full_like(p, 0.1)
-    p.grad[0, :2] = math.nan
-    with pytest.warns(UserWarning, match="NaN or infinite gradient entries"):
-        opt.step()
-    assert opt.nonfinite == 2
-    assert all(x.isfinite().all() for x in (p, *opt.state[p].values()))
-
-
 def test_state_stays_in_the_graphs_layout(exported, monkeypatch):
-    """A tall weight's state is transposed once and then updated in place; a wide weight's gradient
-    is read where it is."""
-    tall, wide = nn.Parameter(torch.ones(40, 5)), nn.Parameter(torch.ones(4, 9))
-    opt, calls = OrtMuLO([tall, wide], exported / "mulo_m.json"), []
-    run = Session.run
-
-    def recorded(session, inputs, inplace):
-        calls.append((inputs, run(session, inputs, inplace)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(Session, "run", recorded)
-    for _ in range(3):
-        tall.grad, wide.grad = torch.full_like(tall, 0.1), torch.full_like(wide, 0.1)
-        opt.step()
-        (first, new), (second, _) = calls[-2:]
-        assert second["g"].data_ptr() == wide.grad.data_ptr()
-        assert first["p"].shape == (1, 1, 5, 40)
-        for k in "MVrc":
-            state = opt.state[tall][k].data_ptr()
-            assert first[k].data_ptr() == new[f"new_{k}"].data_ptr() == state
-    opt.load_state_dict(opt.state_dict())
-    opt.step()
-    assert calls[-2][0]["M"].data_ptr() == opt.state[tall]["M"].data_ptr()
+    """A tall weight's state is transposed once and then updated in place; also a loaded one."""
+    p, given, run = nn.Parameter(torch.ones(40, 5)), [], Session.run
+    monkeypatch.setattr(Session, "run", lambda *args: given.append(args[1]) or run(*args))
+    opt, p.grad = OrtMuLO([p], exported / "mulo_m.json"), torch.ones_like(p)
+    for _ in range(2):
+        for _ in range(2):
+            opt.step()
+            assert all(given[-1][k].data_ptr() == opt.state[p][k].data_ptr() for k in "MVrc")
+        opt.load_state_dict(opt.state_dict())
