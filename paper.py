@@ -34,7 +34,7 @@ from mulo.training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-MUON_WIDEST = {"mlp": 512, "conv": 128, "vit": 128, "lm": 128}  # Muon is slow on wider nets
+MUON_WIDEST, IN_TRANSFER = 1024, 256  # widest nets of Muon, which is slow; in `transfer`
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
 WIDE, NARROW = (64, 256, 1024), (64, 128)
@@ -46,10 +46,9 @@ TRANSFER = {  # tasks of `transfer`: widths
 }  # fmt: skip
 
 
-def trains(optimizer: str, task: str) -> bool:
-    """Whether an optimizer is trained on a task: Muon on nets up to MUON_WIDEST, others on all."""
-    net = tasks.get(task)
-    return not optimizer.startswith("muon") or net.width <= MUON_WIDEST[net.family]
+def trains(optimizer: str, task: str, widest: int) -> bool:
+    """Whether an optimizer is trained on a task: Muon on nets up to `widest`, others on all."""
+    return not optimizer.startswith("muon") or tasks.get(task).width <= widest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Suite:
         the tasks of these names is too wide for them."""
         known = self.contenders()
         known |= self.contenders("muon_oracle") if "muon" in known else {}
-        return {k: c for k, c in known.items() if all(trains(k, task) for task in names)}
+        return {k: c for k, c in known.items() if all(trains(k, x, MUON_WIDEST) for x in names)}
 
     def without_muon(self) -> dict[str, Contender]:
         return {k: c for k, c in self.contenders().items() if k != "muon"}
@@ -149,7 +148,7 @@ def sweep(
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
         for size, task in tested.items()
-        if trains(name, task)
+        if trains(name, task, MUON_WIDEST)
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
@@ -471,7 +470,7 @@ def transfer(suite: Suite, results: Results) -> Finding:
     for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
         for w in widths:
             task, c = name.format(w), optimizers[optimizer]
-            if trains(optimizer, task):
+            if trains(optimizer, task, IN_TRANSFER):
                 jobs[task, optimizer, schedule] = Job(c, task, suite.steps, schedule, range(SEEDS))
     results.run(jobs.values(), "transfer")
     final = {}
@@ -528,11 +527,12 @@ def tune(suite: Suite, results: Results) -> None:
     tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
     transfer = [name.format(w) for name, widths in TRANSFER.items() for w in widths]
     tunings += [Tuning("adamw", task, suite.steps, "cosine", True) for task in transfer]
-    muon = [(task, 1) for task in transfer]
+    muon = [(task, 1, IN_TRANSFER) for task in transfer]
     for f in suite.families:
-        muon += [(f.task(w), 1) for w in f.widths] + [(f.task(f.base), n) for n in f.horizons]
-    for task, n in muon:
-        if trains("muon", task):
+        muon += [(f.task(w), 1, MUON_WIDEST) for w in f.widths]
+        muon += [(f.task(f.base), n, MUON_WIDEST) for n in f.horizons]
+    for task, n, widest in muon:
+        if trains("muon", task, widest):
             tunings.append(Tuning("muon", task, n * suite.steps, "warmup", True, (5001,)))
     missing = [tuning for tuning in tunings if not tuning.saved()]
     for tuning, values in results.execute(missing, "tuning"):

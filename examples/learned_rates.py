@@ -322,7 +322,7 @@ def transfer(path: Path, name: str, results: Path) -> None:
     w, saved, ratios = torch.tensor(json.loads(path.read_text())[name]["w"]), Results(results), {}
     for pattern, widths in paper.TRANSFER.items():
         for task in map(pattern.format, widths):
-            if paper.trains("muon", task):
+            if paper.trains("muon", task, paper.IN_TRANSFER):
                 seeds = list(range(paper.SEEDS))
                 losses, row = log_final_loss(task, 500, seeds, w.expand(len(seeds), DIM)), []
                 for baseline, schedule in BASELINES.items():

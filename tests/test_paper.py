@@ -70,7 +70,7 @@ def test_smoke(tiny, name, folder):
 
 
 def test_muon_is_left_out_of_wide_nets(monkeypatch):
-    monkeypatch.setattr(paper, "MUON_WIDEST", {"mlp": 8, "vit": 8})
+    monkeypatch.setattr(paper, "MUON_WIDEST", 8)
     narrow, wide, vit = MLPS.task(8), MLPS.task(16), VITS.task(8)
     others = ["mulo_m", "lo_m", "adamw"]
     assert list(SUITE.with_muon(narrow, vit)) == [*others, "muon", "muon_oracle"]
