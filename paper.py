@@ -286,7 +286,8 @@ def horizon(suite: Suite, results: Results) -> Finding:
 
     Over 25 times the meta-trained length the loss of μLOs keeps falling, while LO_M and VeLO_M stop
     improving or diverge (figure 6). The runs under a cosine schedule (1 to 0.1) are not in the
-    paper. Here, at a constant rate, updates of LOs but VeLO_M shrink as 1/√t beyond the horizon.
+    paper. Here, at a constant rate, updates of LOs shrink as 1/√t beyond the horizon (μVeLO_M: as
+    t^-0.75; VeLO_M: not at all).
     """
     runs = []
     for f in suite.families:
