@@ -60,8 +60,7 @@ class Rates(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Scalars of a step for each of the T tensors of P nets, (P, T) each; arrays on the CPU, or
-    tensors."""
+    """Scalars of a step for T tensors of P nets, (P, T) each: arrays on the CPU, or tensors."""
 
     t: np.ndarray  # 0 at the first step
     scale: np.ndarray  # lr times the μP factor; VeLO's alpha, which is on the device, is not in it
@@ -179,9 +178,9 @@ def mean_all(x: Tensor, axis: int = -1) -> Tensor:
     return _shards.mean(x, axis).squeeze(axis) if _shards else x.mean(axis)
 
 
-def mean_over(x: Tensor, keep: int) -> Tensor:
-    """Mean over all axes after the first `keep`; the averaged axes stay, with size 1."""
-    return mean_all(x.flatten(keep)).reshape(x.shape[:keep] + (1,) * (x.ndim - keep))
+def mean_of_each(x: Tensor) -> Tensor:
+    """Mean over all axes of (S, k, *shape) after the first two, which stay, with size 1."""
+    return trailing(mean_all(x.flatten(2)), x.ndim)
 
 
 def safe(x: Tensor, factor: float = 1.0) -> Tensor:
@@ -221,22 +220,14 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 
 def rates_of(phi: Phi) -> Rates:
-    """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
-    if "momentum_decays" not in phi:
-        return fixed_rates(phi["w0"].dtype, phi["w0"].device)
+    """1 - beta of every accumulator: learned offsets in small_fc, none in VeLO."""
+    w = next(iter(phi.values()))
+    zero = constant(((0.0,),), w.dtype, w.device)
     return Rates(
-        mixing_rate(phi["momentum_decays"], BETA_M, clip=False),
-        mixing_rate(phi["rms_decays"], BETA_V, clip=True),
-        mixing_rate(phi["adafactor_decays"], BETA_RC, clip=True),
+        mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
+        mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),
+        mixing_rate(phi.get("adafactor_decays", zero), BETA_RC, clip=True),
     )
-
-
-@functools.cache
-def fixed_rates(dtype: torch.dtype, device: torch.device) -> Rates:
-    with torch.inference_mode(False):
-        zero = torch.zeros(1, 1, dtype=dtype, device=device)
-        names = "momentum_decays", "rms_decays", "adafactor_decays"
-        return rates_of(dict.fromkeys(names, zero))
 
 
 def accumulate(acc: Accumulators, g: Tensor, dims: Dims, rates: Rates, eps: Eps) -> Accumulators:
@@ -276,12 +267,12 @@ def parameter_features(
     p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
     e = epsilons(V, r, eps)
     by_V = (V + e.M).rsqrt()
-    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()
     F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
     x = {"g": g}
     if kind != "small_fc":
         x["clip(g)"] = g.clamp(-0.1, 0.1)
-    x |= {"p": p, "M": M, "V": V, "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V, "g*F": g * F_g}
+    x |= {"p": p, "M": M, "V": V, "M/sqrt(V)": M * by_V, "1/sqrt(V)": (V + e.V).rsqrt()}
+    x["g*F"] = g * F_g
     if kind == "velo":
         x["g/sqrt(V)"] = g * by_V
     x |= {"r": r, "c": c, "1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}
@@ -296,12 +287,9 @@ def feature_names(kind: str) -> tuple[str, ...]:
     """The name of each of the network's inputs, in order: 39 for small_fc, 30 (29) for VeLO."""
     one, three = torch.ones(1, 1), torch.ones(1, 3, 1)
     acc = Accumulators(three, one, three, three)  # of a vector with one entry
-    inputs = parameter_features(one, one, acc, None, Eps("reference", 1e-5), kind)
-    names = [
-        f"{name}{k + 1}" if x.shape[1] > 1 else name
-        for name, x in inputs.items()
-        for k in range(x.shape[1])
-    ]
+    names = []
+    for name, x in parameter_features(one, one, acc, None, Eps("reference", 1e-5), kind).items():
+        names += [name] if x.shape[1] == 1 else [f"{name}{k}" for k in (1, 2, 3)]
     return (*names, *(f"t/{x}" for x in TIMESCALES if kind == "small_fc"))
 
 
@@ -318,7 +306,7 @@ class Epsilons(NamedTuple):
 def epsilons(V: Tensor, r: Tensor, eps: Eps) -> Epsilons:
     """The epsilons of each tensor. Relative ones are fractions of its mean V and mean r."""
     if eps.mode == "relative":
-        V, r = mean_over(V, 1), mean_over(r, 2)
+        V, r = mean_of_each(V), mean_of_each(r)
         return Epsilons(safe(V), safe(r), safe(V, 1e-8), safe(V, 1e-2), safe(r, 1e-2))
     e6, e8 = (trailing(e * eps.scale, r.ndim) for e in (1e-6, 1e-8))
     return Epsilons(None, None, e6, e6, e8)
@@ -328,7 +316,7 @@ def adafactor(r: Tensor, c: Tensor, dims: Dims, eps: Eps, velo: bool) -> tuple[T
     """sqrt(mean(r) / (r c^T)), or 1 / sqrt(c) for vectors: F_g for g, F_m for M, (S, 3, *shape)."""
     e9, e6 = (trailing(e * eps.scale, r.ndim) for e in (1e-9, 1e-6))
     if eps.mode == "relative":
-        mean = mean_over(r, 2)  # one per tensor and decay
+        mean = mean_of_each(r)  # one per tensor and decay
         F = torch.maximum(c, safe(mean, 1e-8)).rsqrt()
         if dims is not None:
             F = (r / safe(mean)).clamp_min(1e-8).rsqrt() * F
@@ -455,7 +443,7 @@ def param_scale(mean_square: Tensor) -> Tensor:
 
 
 def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Variance and mean of each row of (S, n): torch.var_mean takes ten times longer."""
+    """Variance and mean along the last axis: torch.var_mean takes ten times longer."""
     mean = mean_all(x)
     return mean_all((x - mean.unsqueeze(-1)).square_()), mean
 
@@ -468,9 +456,8 @@ def tensor_statistics(p: Tensor, M: Tensor, V: Tensor) -> Tensor:
     """
     ms = mean_square(p).unsqueeze(-1)
     inv_rms = ms.clamp_min(1e-9).rsqrt()  # 1 / RMS(W), (S, 1)
-    parts = [var_mean(x) for x in M.flatten(2).unbind(1)]  # one by one: less memory
-    var_M, mean_M = (torch.stack(x, -1) for x in zip(*parts, strict=True))  # (S, 3)
-    var_V, mean_V = (x.unsqueeze(-1) for x in var_mean(V.flatten(1)))
+    var_M, mean_M = var_mean(M.flatten(2))  # (S, 3)
+    var_V, mean_V = var_mean(V.unsqueeze(1).flatten(2))  # (S, 1)
     var_rms = var_V + (mean_V - mean_M).square()
     x = torch.cat([mean_V * inv_rms, var_M * inv_rms.square(), var_rms * inv_rms.square()], -1)
     # c_1 clip(log(c_2 x), -tau, tau) with c_1 = 1/2, c_2 = 10, tau = 5, as the paper sets them
