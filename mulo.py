@@ -270,27 +270,23 @@ class MuLO(torch.optim.Optimizer):
         stacks = [self._stack(p, group) for p, group in params]
         packed, alpha = self._generate(params, stacks, loss) if velo else (None, None)
         for device in dict.fromkeys(p.device for p, _ in params):
-            on_device = [k for k, (p, _) in enumerate(params) if p.device == device]
+            here = [k for k, (p, _) in enumerate(params) if p.device == device]
             backend = kernels.choose(self.backend, self.lo.config, device)
-            numbers = self._numbers([params[k][1] for k in on_device])
+            numbers = self._numbers([params[k][1] for k in here])
             if velo:
-                index = slice(None) if len(on_device) == len(params) else on_device
+                index = slice(None) if len(here) == len(params) else here  # a list would sync
                 packed_here, alpha_here = (x[:, index].to(device) for x in (packed, alpha))
                 weights = Weights(self.lo.config, packed_here, backend, alpha_here)
             else:
                 weights = self._weights_on(device)
-            grads = [sharded.local_grad(params[k][0]) for k in on_device]
-            kept = [
-                (stacks[k].p, stacks[k].p.clone(), g == 0)
-                for k, g in zip(on_device, grads, strict=True)
-                if params[k][1]["freeze_zero_grad"]
-            ]
+            grads = {k: sharded.local_grad(params[k][0]) for k in here}
+            before = {k: stacks[k].p.clone() for k in here if params[k][1]["freeze_zero_grad"]}
             if device not in self._nonfinite:
                 self._nonfinite[device] = torch.zeros((), dtype=torch.int64, device=device)
-            args = [stacks[k] for k in on_device], grads, numbers, self._nonfinite[device]
+            args = [stacks[k] for k in here], list(grads.values()), numbers, self._nonfinite[device]
             self._advance(backend, weights, *args)
-            for p, before, is_zero in kept:
-                p.copy_(torch.where(is_zero, before, p))
+            for k, p in before.items():
+                stacks[k].p.copy_(torch.where(grads[k] == 0, p, stacks[k].p))
         for group in self.param_groups:
             group["annealed_to"] = roles.annealed_to(group)
             group["step"] = group["step"] + 1

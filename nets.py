@@ -49,19 +49,16 @@ class LOConfig:
     def __post_init__(self):
         choices = {"net": ("small_fc", "velo"), "spec": ("reference", "paper")}
         choices["eps"] = ("reference", "relative", "fan_in")
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown: use one of {allowed}.")
-        for name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}.")
-        for name in ("lam1", "lam2", "eps_rms", "anneal"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+        for name, value in vars(self).items():
+            finite = isinstance(value, int | float) and abs(value) < math.inf
+            if name in choices and value not in choices[name]:
+                raise ValueError(f"{name}={value!r} is unknown: use one of {choices[name]}.")
+            if name in ("hidden_size", "hidden_layers", "lstm_hidden", "param_inits"):
+                if not (isinstance(value, int) and value > 0):
+                    raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+            if name in ("lam1", "lam2", "eps_rms", "anneal") and not (finite and value >= 0):
                 raise ValueError(f"{name} must be a number of 0 or more, not {value!r}.")
-        for name in ("t_max", "input_base"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            if name in ("t_max", "input_base") and not (value is None or (finite and value > 0)):
                 raise ValueError(f"{name} must be None or a number above 0, not {value!r}.")
 
     @property
@@ -77,9 +74,9 @@ class LOConfig:
         return [self.num_features, *[self.hidden_size] * self.hidden_layers, 2]
 
 
-def _truncated_normal(*shape: int, fan_in: int, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1/fan_in) truncated at two standard deviations: the reference's init."""
-    return nn.init.trunc_normal_(torch.empty(shape), generator=generator).mul_(fan_in**-0.5)
+def _truncated_normal(*shape: int, generator: torch.Generator | None) -> Tensor:
+    """N(0, 1/fan_in), fan_in = shape[-2], cut at two standard deviations: the reference's init."""
+    return nn.init.trunc_normal_(torch.empty(shape), generator=generator).mul_(shape[-2] ** -0.5)
 
 
 class LO(nn.Module):
@@ -103,9 +100,7 @@ class LO(nn.Module):
     def with_config(self, **fields) -> LO:
         """Return a copy with some fields of the config replaced, but not sizes."""
         new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
-        if sum(w.numel() for w in new.parameters()) != sum(w.numel() for w in self.parameters()):
-            raise ValueError(f"{fields} changes the size of the network: leave the sizes out.")
-        new.load_state_dict(self.state_dict())
+        new.load_state_dict(self.state_dict())  # refuses other sizes
         new.about = dict(self.about)
         return new.to(next(self.parameters()).device)
 
@@ -122,7 +117,7 @@ class SmallFC(LO):
     def initial_weights(config: LOConfig, generator: torch.Generator | None) -> Phi:
         phi = {}
         for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-            phi[f"w{k}"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"w{k}"] = _truncated_normal(n, m, generator=generator)
             phi[f"b{k}"] = torch.zeros(m)
         vectors = {"momentum_decays": 3, "rms_decays": 1, "adafactor_decays": 3}
         return phi | {name: torch.zeros(n) for name, n in vectors.items()}
@@ -144,11 +139,11 @@ class VeLO(LO):
             ("controls", H, K),
             ("alpha", H, 1),  # step_size
         ):
-            phi[f"{name}_w"] = _truncated_normal(n, m, fan_in=n, generator=generator)
+            phi[f"{name}_w"] = _truncated_normal(n, m, generator=generator)
             phi[f"{name}_b"] = torch.zeros(m)
         phi |= {"hidden0": torch.zeros(1, H), "cell0": torch.zeros(1, H)}
         for k, (n, m) in enumerate(pairwise(config.layer_sizes())):
-            phi[f"bank_w{k}"] = _truncated_normal(K, n, m, fan_in=n, generator=generator)
+            phi[f"bank_w{k}"] = _truncated_normal(K, n, m, generator=generator)
             phi[f"bank_b{k}"] = torch.zeros(K, m)
         return phi
 
