@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mulo.features import Phi
@@ -69,12 +68,9 @@ def find(name: str | os.PathLike) -> Path:
 def load(name: str | os.PathLike, **changes) -> LO:
     """Load a learned optimizer from a path, or a shipped one by name, such as load("mulo_m").
 
-    An .npz file holds arrays for `from_reference`, such as those of VeLO-4000. `changes` replace
-    fields of the config, such as anneal=0.0.
+    `changes` replace fields of the config, such as anneal=0.0.
     """
     path = find(name)
-    if path.suffix == ".npz":
-        return _load_npz(path, changes)
     content = read(path)
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         raise ValueError(
@@ -151,7 +147,7 @@ def from_reference(arrays: dict, **config) -> LO:
     small_fc has w0, b0, ..., momentum_decays, rms_decays, adafactor_decays. VeLO has rnn/<layer>/w
     and /b, ff/w0, ..., lstm_init_hidden, lstm_init_cell, or the names of the released tree
     (rnn_params/..., ff_mod_stack/~/w0__0, ...). `config` gives lam1, lam2 and other fields of
-    LOConfig, but not the sizes, which follow from the arrays.
+    LOConfig, such as param_scale_mult=True for VeLO as released. Sizes follow from the arrays.
     """
     a = {k: torch.as_tensor(x).float() for k, x in arrays.items() if not k.endswith("group_sizes")}
     for theirs, ours in HAIKU.items():
@@ -178,20 +174,6 @@ def from_reference(arrays: dict, **config) -> LO:
     sizes |= {"lstm_hidden": phi["hidden0"].shape[-1], "param_inits": w0.shape[0]}
     config = {"spec": "paper" if w0.shape[1] == 29 else "reference"} | config
     return build(LOConfig(**config, **sizes, net="velo"), phi)
-
-
-def _load_npz(path: Path, config: dict) -> LO:
-    """Load the arrays in an .npz file; VeLO as released, with updates multiplied by RMS(W)."""
-    try:
-        with np.load(path) as file:
-            arrays = dict(file)
-        velo = any("lstm_init" in name for name in arrays)
-        lo = from_reference(arrays, **({"param_scale_mult": True} if velo else {}) | config)
-    except Exception as error:  # np.load raises many exception types
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise ValueError(f"{path} has no learned optimizer's arrays: {reason}.") from None
-    lo.about = {"mup": False}
-    return lo
 
 
 def from_pylo(

@@ -206,8 +206,7 @@ def contender(name: str) -> Contender:
     if lo.mup is None:
         fix = "save it again with mulo.save(lo, path, mup=True), or False"
         raise ValueError(f"{path} does not say whether it was meta-trained under μP: {fix}.")
-    label = folder.name.removesuffix(".npz")
-    label = folder.resolve().parent.name if label == "lo.pt" else label
+    label = folder.resolve().parent.name if folder.name == "lo.pt" else folder.name
     recipe = (lo.about.get("recipe") or {}).get("name")
     return Contender(label, roles.ALL if lo.mup else (), lo, recipe)
 

@@ -176,6 +176,10 @@ def test_from_reference(velo_4000):
         mulo.from_reference({k: v for k, v in arrays.items() if k != "rms_decays"})
     with pytest.raises(ValueError, match="VeLO's array 'ff/b0' is missing"):
         mulo.from_reference({k: v for k, v in velo_4000["plain"].items() if k != "ff/b0"})
+    plain, released = (mulo.from_reference(velo_4000[k]) for k in ("plain", "released"))
+    sizes = plain.config.lstm_hidden, plain.config.param_inits, plain.config.hidden_size
+    assert sizes == (512, 256, 4)
+    torch.testing.assert_close(plain.state_dict(), released.state_dict(), rtol=0, atol=0)
 
 
 def test_from_pylo(tmp_path):

@@ -7,12 +7,11 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import mulo
-from mulo import evaluate, paper, recipes, roles, tasks, training
+from mulo import evaluate, recipes, roles, tasks, training
 from mulo.evaluate import Job, Results, Tuning, contender
 from mulo.optimizees import datasets
 
@@ -126,26 +125,6 @@ def test_contenders(lo_m, tmp_path):
                 contender(str(tmp_path / "bare.pt"))
         else:
             assert contender(str(tmp_path / "bare.pt")).rules == roles.ALL
-
-
-def test_arrays_of_velo(tmp_path, velo_4000):
-    """Under the file's name, in SP, whichever names its arrays have; also in experiments."""
-    loaded = []
-    for kind, arrays in velo_4000.items():
-        np.savez(tmp_path / f"{kind}.npz", **arrays)
-        optimizer = contender(str(tmp_path / f"{kind}.npz"))
-        assert (optimizer.name, optimizer.rules, optimizer.recipe) == (kind, (), None)
-        loaded.append(optimizer)
-    config = loaded[0].lo.config
-    assert (config.lstm_hidden, config.param_inits, config.hidden_size) == (512, 256, 4)
-    assert (config.param_scale_mult, config.use_bugged_loss_features) == (True, False)
-    one, two = (dict(c.lo.named_parameters()) for c in loaded)
-    assert all(torch.equal(one[k], two[k]) for k in one)
-    suite = paper.Suite(optimizers=(str(tmp_path / "released.npz"), "adamw"))
-    assert list(suite.contenders()) == ["released", "adamw"]
-    np.savez(tmp_path / "bad.npz", w0=np.array("text"))
-    with pytest.raises(ValueError, match=r"no learned optimizer's arrays: .*can't convert"):
-        contender(str(tmp_path / "bad.npz"))
 
 
 @pytest.fixture
