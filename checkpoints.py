@@ -73,9 +73,7 @@ def load(name: str | os.PathLike, **changes) -> LO:
     path = find(name)
     content = read(path)
     if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        raise ValueError(
-            f"{path} was not written by mulo.save: see mulo.from_pylo, from_reference."
-        )
+        raise ValueError(f"{path} was not written by mulo.save: see from_pylo, from_reference.")
     try:
         unused = "multipliers", False  # a removed field that shipped files still have
         fields = dict(x for x in content["config"].items() if x != unused)

@@ -319,19 +319,17 @@ class Run(Trainer):
     def resume(cls, out: Path, device: str, **settings) -> Run:
         """Continue from the newest checkpoint of all processes. Of the settings only `steps` may
         change: it stretches the cosine of the outer learning rate to the new end."""
-        (rank, world), saved = rank_and_world(), defaultdict(set)  # steps by rank
+        (rank, world), ranks = rank_and_world(), defaultdict(set)  # ranks by step
         for path in out.glob("checkpoint_*_rank*.pt"):
             _, step, suffix = path.stem.split("_")
-            saved[suffix].add(step)
-        if not saved:
+            ranks[step].add(suffix)
+        if not ranks:
             raise FileNotFoundError(f"{out} has no checkpoint: start a new run.")
-        if len(saved) != world:
-            fix = f"resume it under torchrun --nproc-per-node {len(saved)}"
-            raise ValueError(f"{out} has checkpoints of {len(saved)} process(es): {fix}.")
-        steps = set.intersection(*saved.values())
-        if not steps:
-            raise ValueError(f"{out} has no step that all processes saved: start a new run.")
-        state = checkpoints.read(out / f"checkpoint_{max(steps)}_rank{rank}.pt")
+        if (n := max(map(len, ranks.values()))) != world:
+            fix = f"resume it under torchrun --nproc-per-node {n}"
+            raise ValueError(f"{out} has checkpoints of {n} process(es): {fix}.")
+        newest = max(step for step in ranks if len(ranks[step]) == world)
+        state = checkpoints.read(out / f"checkpoint_{newest}_rank{rank}.pt")
         if state.get("recipe", {}).keys() != Recipe.__dataclass_fields__.keys():
             raise ValueError(f"{out} was made by other code, {state.get('commit')}: use that code.")
         for name, value in settings.items():
@@ -351,9 +349,10 @@ class Run(Trainer):
 
         Ctrl-C stops after the current step, with a checkpoint.
         """
-        r, first, interrupts, saved = self.recipe, self.step, [], time.monotonic()
+        r, interrupts, saved = self.recipe, [], time.monotonic()
         before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        bar = tqdm(total=r.steps, initial=first, desc=r.name, unit="step", disable=self.rank > 0)
+        options = {"initial": self.step, "unit": "step", "disable": self.rank > 0}
+        bar = tqdm(desc=r.name, total=r.steps, **options)
         try:
             while self.step < r.steps:
                 start = time.monotonic()
@@ -362,8 +361,6 @@ class Run(Trainer):
                 self.seconds += now - start
                 bar.update()
                 bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}")
-                if self.step == first + 1 and self.rank == 0:
-                    bar.write(self.forecast(now - start))
                 flags = torch.tensor([bool(interrupts), now - saved >= 60 * minutes]).int()
                 if self.world > 1:  # all processes save and stop at the same step
                     flags = flags.to(self.phi.device)
@@ -383,18 +380,9 @@ class Run(Trainer):
             about["meta_loss"] = fmean(row["meta_loss"] for row in self.rows[-20:])
             mulo.save(self.result(), self.out / "lo.pt", **about)
 
-    def forecast(self, seconds: float) -> str:
-        """The time and memory of the first outer step, and the hours that the rest will take."""
-        steps, device = self.recipe.steps - self.step, self.phi.device
-        text = f"{seconds:.2g} s per outer step, {steps * seconds / 3600:.2g} h for {steps:,} more"
-        if device.type == "cuda":
-            text += f", peak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB"
-        return f"{text}."
-
-
-def compare(run: Run, device: str) -> str:
+def compare(run: Run, device: str) -> None:
     """Train nets of the widest task, and 8 times wider ones, with the result and with baselines,
-    whose learning rates are tuned if results/tuned has none. Saves a picture, returns sentences."""
+    whose learning rates are tuned if results/tuned has none. Saves a picture, prints sentences."""
     r, results = run.recipe, Results(run.out, device)
     mine = dataclasses.replace(contender(str(run.out / "lo.pt")), name=r.name)
     task = max(run.tasks, key=lambda task: task.width)
@@ -407,7 +395,7 @@ def compare(run: Run, device: str) -> str:
     ax.plot(meta, color="0.7")
     ax.plot(range(len(meta) - len(smooth), len(meta)), smooth, "k")
     ax.set(xlabel="outer step", ylabel="meta-loss", title=f"meta-training {r.name}")
-    lines = [f"Meta-loss {smooth[0]:.3f} -> {smooth[-1]:.3f} in {run.seconds / 60:.1f} minutes."]
+    print(f"Meta-loss {smooth[0]:.3f} -> {smooth[-1]:.3f} in {run.seconds / 60:.1f} minutes.")
     for ax, width, seeds in zip(axes, (task.width, 8 * task.width), (3, 1), strict=True):
         name = task.name.replace(f"_w{task.width}", f"_w{width}")
         options = {"steps": r.unroll, "seeds": range(9001, 9001 + seeds)}
@@ -422,10 +410,9 @@ def compare(run: Run, device: str) -> str:
             final.append(f"{label} {training.final_loss(losses).mean():.4g}")
         ax.set(xlabel="step", ylabel="loss", title=name, ylim=(0, task.loss_bound))
         ax.legend()
-        lines.append(f"Final loss at width {width}: {', '.join(final)}.")
+        print(f"Final loss at width {width}: {', '.join(final)}.")
     checkpoints.write_atomically(run.out / "picture.png", lambda f: fig.savefig(f, dpi=120))
-    lines.append(f"The optimizer is {run.out / 'lo.pt'}, the picture {run.out / 'picture.png'}.")
-    return "\n".join(lines)
+    print(f"The picture is {run.out / 'picture.png'}.")
 
 
 # ---------------------------------------------------------------- the command
@@ -483,8 +470,9 @@ def main(**defaults) -> None:
             minutes = 1 if run.recipe.scale == "desk" else 10  # large nets make large files
         run.train(minutes)
         if run.rank == 0:
-            optimizer = f"The optimizer is {run.out / 'lo.pt'}."
-            print(optimizer if args.no_picture else compare(run, device))
+            print(f"The optimizer is {run.out / 'lo.pt'}.", flush=True)
+            if not args.no_picture:
+                compare(run, device)
     except KeyboardInterrupt:
         resume = f" at step {run.step}: continue with --resume {run.out}" if run else ""
         sys.exit(f"metatrain.py: stopped{resume}.")
