@@ -380,6 +380,7 @@ class Run(Trainer):
             about["meta_loss"] = fmean(row["meta_loss"] for row in self.rows[-20:])
             mulo.save(self.result(), self.out / "lo.pt", **about)
 
+
 def compare(run: Run, device: str) -> None:
     """Train nets of the widest task, and 8 times wider ones, with the result and with baselines,
     whose learning rates are tuned if results/tuned has none. Saves a picture, prints sentences."""

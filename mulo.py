@@ -100,7 +100,7 @@ class Weights:
         self.alpha = alpha
         if isinstance(phi, Tensor):
             self.packed, self.phi = phi, nets.unpack(config, phi)
-            self.rates = Rates(*phi[:1, 0, :7].split((3, 1, 3), -1))
+            self.rates = Rates(*phi[:, 0, :7].split((3, 1, 3), -1))  # the same in all tensors
         else:
             self.phi, self.rates = phi, features.rates_of(phi)
             self.packed = kernels.pack(config, phi, self.rates) if backend == "kernel" else None
@@ -218,6 +218,8 @@ class MuLO(torch.optim.Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "scale": 1.0, "step": 0}
         defaults |= {"fan_in": 1, "out_axis": 0, "freeze_zero_grad": False, "annealed_to": 0}
         defaults |= {"kind": "hidden", "area": 1}
+        if backend in ("auto", "kernel") and not torch.cuda.is_available():
+            kernels.start_build(lo.config)  # compiles while torch's lazy imports run
         super().__init__(params, defaults)
 
     def _forget(self) -> None:
@@ -229,10 +231,6 @@ class MuLO(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         given = dict(param_group)
-        params = param_group.get("params")
-        first = params[0] if isinstance(params, list) and params else params
-        if isinstance(first, Tensor) and first.is_cpu and self.backend in ("auto", "kernel"):
-            kernels.start_build(self.lo.config)  # compiles while torch's lazy imports run
         super().add_param_group(param_group)
         try:
             roles.check_group(self.param_groups[-1])

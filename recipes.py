@@ -142,14 +142,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", choices=SCALES, help="default: desk", **unset)
     group = parser.add_argument_group("settings of the recipe (in brackets: mulo_m's, desk; paper)")
     desk, paper = (vars(recipe("mulo_m", scale)) for scale in SCALES)
+    special = {bool: {"action": "store_true"}, tuple: {"type": int, "nargs": "+", "metavar": "X"}}
     for field in dataclasses.fields(Recipe):
-        if text := field.metadata.get("help"):
-            kind = int if field.name == "widths" else type(field.default)
-            options = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
-            options = {"action": "store_true"} if kind is bool else options
-            options |= {"nargs": "+"} if field.name == "widths" else {}
-            flag, shown = field.name.replace("_", "-"), f"{desk[field.name]}; {paper[field.name]}"
-            group.add_argument(f"--{flag}", help=f"{text} ({shown})", **options, **unset)
+        if field.metadata:
+            name, kind = field.name, type(field.default)
+            text = f"{field.metadata['help']} ({desk[name]}; {paper[name]})"
+            options = unset | special.get(kind, {"type": kind, "metavar": "X"})
+            group.add_argument(f"--{name.replace('_', '-')}", help=text, **options)
 
 
 def settings(args: argparse.Namespace) -> dict:

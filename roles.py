@@ -82,11 +82,6 @@ class Weight(NamedTuple):
             return 1  # each output depends on one weight
         return self.param.numel() // self.param.shape[self.out_axis] // self.groups
 
-    @property
-    def area(self) -> int:
-        """The kernel area of a convolution, 1 for other weights."""
-        return math.prod(self.param.shape[2:]) if isinstance(self.module, CONV) else 1
-
 
 def is_layer(module: nn.Module) -> bool:
     """One of LAYERS, or the Conv1D of transformers: a linear layer that stores (in, out)."""
@@ -361,13 +356,14 @@ def size_factor(kind: str, fan_in: int, area: int, config) -> float:
 
 def group_options(w: Weight, role: str, rules: Iterable[str]) -> dict:
     """Options of a parameter's group; `kind` is bias, norm, table, conv (hidden) or the role."""
-    fan_in, kind = w.fan_in, "conv" if role == "hidden" and w.area > 1 else role
+    area = math.prod(w.param.shape[2:]) if isinstance(w.module, CONV) else 1  # kh * kw
+    fan_in, kind = w.fan_in, "conv" if role == "hidden" and area > 1 else role
     if w.kind == "vector":
         kind = "bias" if is_layer(w.module) else "norm"
     elif w.kind == "table" or (w.kind == "bare" and role == "input"):
         fan_in, kind = 1, "table"  # bare input parameters count as embeddings
     scale = float(fan_in) ** power(role, "update", rules)
-    sizes = {"fan_in": fan_in, "area": w.area, "out_axis": w.out_axis}
+    sizes = {"fan_in": fan_in, "area": area, "out_axis": w.out_axis}
     return {"role": role, "kind": kind, "scale": scale} | sizes
 
 
