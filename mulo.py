@@ -122,14 +122,12 @@ def advance_(
     bad: Tensor | None = None,  # (): the number of NaN or infinite entries of g is added to it
 ) -> None:
     """Step the stacks in place."""
-    velo, slow = config.net == "velo", range(len(stacks))
-    if backend == "kernel":
-        fast = [n for n in slow if stacks[n].rows is not None]
-        slow = [n for n in slow if stacks[n].rows is None]
-        if fast:
-            rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
-            args = rows, params, [grads[n] for n in fast], weights.packed, numbers, fast
-            kernels.step_(config, *args, weights.alpha, bad)
+    fast = [n for n, x in enumerate(stacks) if backend == "kernel" and x.rows is not None]
+    slow = [n for n, x in enumerate(stacks) if backend != "kernel" or x.rows is None]
+    if fast:
+        rows, params = [stacks[n].rows for n in fast], [stacks[n].p for n in fast]
+        args = rows, params, [grads[n] for n in fast], weights.packed, numbers, fast
+        kernels.step_(config, *args, weights.alpha, bad)
     if not slow:
         return
     numbers = weights.scaled(numbers)
@@ -137,10 +135,9 @@ def advance_(
 
     @features.float32_products()
     def step_one(n: int) -> tuple[Accumulators, Tensor]:
-        x = stacks[n]
-        phi = {k: w[:, n] for k, w in weights.phi.items()} if velo else weights.phi
+        x, phi = stacks[n], weights.phi
+        phi = {k: w[:, n] for k, w in phi.items()} if config.net == "velo" else phi
         t, scale, decay, eps_scale = (number[:, n] for number in numbers)
-        eps_scale = eps_scale if config.eps == "fan_in" else 1.0
         args = phi, x.acc, x.p, grads[n].view_as(x.p), t, scale, x.dims, decay, eps_scale
         return pure_step(config, *args, rates=weights.rates)
 
