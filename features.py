@@ -220,14 +220,22 @@ def mixing_rate(offset: Tensor, beta0: tuple[float, ...], clip: bool) -> Tensor:
 
 
 def rates_of(phi: Phi) -> Rates:
-    """1 - beta of every accumulator: learned offsets in small_fc, none in VeLO."""
-    w = next(iter(phi.values()))
-    zero = constant(((0.0,),), w.dtype, w.device)
+    """1 - beta of every accumulator: learned offsets in small_fc, fixed in VeLO."""
+    if "momentum_decays" not in phi:
+        return fixed_rates(phi["w0"].dtype, phi["w0"].device)
     return Rates(
-        mixing_rate(phi.get("momentum_decays", zero), BETA_M, clip=False),
-        mixing_rate(phi.get("rms_decays", zero), BETA_V, clip=True),
-        mixing_rate(phi.get("adafactor_decays", zero), BETA_RC, clip=True),
+        mixing_rate(phi["momentum_decays"], BETA_M, clip=False),
+        mixing_rate(phi["rms_decays"], BETA_V, clip=True),
+        mixing_rate(phi["adafactor_decays"], BETA_RC, clip=True),
     )
+
+
+@functools.cache
+def fixed_rates(dtype: torch.dtype, device: torch.device) -> Rates:
+    with torch.inference_mode(False):
+        zero = torch.zeros(1, 1, dtype=dtype, device=device)
+        names = "momentum_decays", "rms_decays", "adafactor_decays"
+        return rates_of(dict.fromkeys(names, zero))
 
 
 def accumulate(acc: Accumulators, g: Tensor, dims: Dims, rates: Rates, eps: Eps) -> Accumulators:

@@ -97,13 +97,11 @@ class Weights:
     tensor, packed (P, T, N), and alpha (P, T), from `generate`."""
 
     def __init__(self, config: LOConfig, phi: Phi | Tensor, backend: str, alpha=None):
-        self.alpha = alpha
-        if isinstance(phi, Tensor):
-            self.packed, self.phi = phi, nets.unpack(config, phi)
-            self.rates = Rates(*phi[:, 0, :7].split((3, 1, 3), -1))  # the same in all tensors
-        else:
-            self.phi, self.rates = phi, features.rates_of(phi)
-            self.packed = kernels.pack(config, phi, self.rates) if backend == "kernel" else None
+        self.packed = phi if isinstance(phi, Tensor) else None
+        self.phi = phi if self.packed is None else nets.unpack(config, phi)
+        self.alpha, self.rates = alpha, features.rates_of(self.phi)
+        if self.packed is None and backend == "kernel":
+            self.packed = kernels.pack(config, phi, self.rates)
 
     def scaled(self, numbers: Numbers) -> Numbers:
         """The numbers on the weights' device, with alpha in the scale."""

@@ -176,7 +176,7 @@ def fused(config: LOConfig, phi: Phi) -> Phi:
     i, g, f, o = x["lstm_b"].chunk(4, -1)
     names = [f"bank_{n}{k}" for k in range(config.hidden_layers + 1) for n in "wb"]
     bank = torch.cat([x[name].flatten(2) for name in names], -1)  # (P | 1, K, N)
-    rates = torch.cat(features.rates_of(phi), -1)  # (1, 7)
+    rates = torch.cat(features.fixed_rates(bank.dtype, bank.device), -1)  # (1, 7)
     fused = {"lstm_w": x["lstm_w"], "lstm_b": torch.cat([i, g, f + 1, o], -1)}
     for n in "wb":
         fused[f"inputs_{n}"] = torch.cat([x[f"mix_{n}"], x[f"embed_{n}"]], -1)
