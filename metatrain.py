@@ -351,8 +351,7 @@ class Run(Trainer):
         """
         r, interrupts, saved = self.recipe, [], time.monotonic()
         before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        options = {"initial": self.step, "unit": "step", "disable": self.rank > 0}
-        bar = tqdm(desc=r.name, total=r.steps, **options)
+        bar = tqdm(desc=r.name, total=r.steps, initial=self.step, disable=self.rank > 0)
         try:
             while self.step < r.steps:
                 start = time.monotonic()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mulo
-from mulo import evaluate, recipes, roles, tasks, training
+from mulo import evaluate, paper, recipes, roles, tasks, training
 from mulo.evaluate import Job, Results, Tuning, contender
 from mulo.optimizees import datasets
 
@@ -125,6 +125,16 @@ def test_contenders(lo_m, tmp_path):
                 contender(str(tmp_path / "bare.pt"))
         else:
             assert contender(str(tmp_path / "bare.pt")).rules == roles.ALL
+
+
+def test_an_imported_velo(tmp_path, velo_4000):
+    """Under the file's name, in SP; also in experiments."""
+    path = tmp_path / "velo_4000.pt"
+    lo = mulo.from_reference(velo_4000["released"], param_scale_mult=True)
+    mulo.save(lo, path, mup=False)
+    optimizer = contender(str(path))
+    assert (optimizer.name, optimizer.rules, optimizer.recipe) == (path.name, (), None)
+    assert list(paper.Suite(optimizers=(str(path), "adamw")).contenders()) == [path.name, "adamw"]
 
 
 @pytest.fixture
