@@ -179,7 +179,7 @@ def mean_all(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def mean_of_each(x: Tensor) -> Tensor:
-    """Mean over all axes of (S, k, *shape) after the first two, which stay, with size 1."""
+    """Mean of each tensor in (S, k, *shape): its axes stay, with size 1."""
     return trailing(mean_all(x.flatten(2)), x.ndim)
 
 
