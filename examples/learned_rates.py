@@ -22,6 +22,7 @@ of meta-training, but their data sets overlap; meta-training sees no CIFAR-10, c
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -200,7 +201,16 @@ class LearnedMuon(torch.optim.Optimizer):
         self.t += 1
 
     def state_dict(self) -> dict:
-        raise NotImplementedError("LearnedMuon cannot be saved in the middle of a run.")
+        """As torch's, with a copy of all that the rule remembers between steps."""
+        rule = {k: vars(self.rule).get(k) for k in ("memory", "signal", "first", "fast", "slow")}
+        more = {"t": self.t, "moments": self.memory, "rule": rule}
+        return super().state_dict() | copy.deepcopy(more)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        state = copy.deepcopy(state_dict)
+        self.t, self.memory = state.pop("t"), state.pop("moments")
+        vars(self.rule).update(state.pop("rule"))
+        super().load_state_dict(state)
 
 
 @torch.no_grad()

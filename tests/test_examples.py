@@ -269,7 +269,10 @@ def test_learned_rates():
         groups = mulo.param_groups(model, task.roles(), ())
         opt, losses = learned_rates.LearnedMuon(groups, steps), []
         generator = torch.Generator().manual_seed(evaluate.DATA_SEED + seed)
-        for _ in range(steps):
+        for t in range(steps):
+            if t == steps // 2:  # resume
+                state, opt = opt.state_dict(), learned_rates.LearnedMuon(groups, steps)
+                opt.load_state_dict(state)
             loss = task.loss(model, [x[0] for x in data.batch([generator], task.batch_size)])
             opt.zero_grad()
             loss.backward()
