@@ -275,12 +275,12 @@ def parameter_features(
     p, g, V = p.unsqueeze(1), g.unsqueeze(1), acc.V.unsqueeze(1)
     e = epsilons(V, r, eps)
     by_V = (V + e.M).rsqrt()
+    inv_V = by_V if e.V is e.M else (V + e.V).rsqrt()
     F_g, F_m = adafactor(r, c, dims, eps, kind != "small_fc")
     x = {"g": g}
     if kind != "small_fc":
         x["clip(g)"] = g.clamp(-0.1, 0.1)
-    x |= {"p": p, "M": M, "V": V, "M/sqrt(V)": M * by_V, "1/sqrt(V)": (V + e.V).rsqrt()}
-    x["g*F"] = g * F_g
+    x |= {"p": p, "M": M, "V": V, "M/sqrt(V)": M * by_V, "1/sqrt(V)": inv_V, "g*F": g * F_g}
     if kind == "velo":
         x["g/sqrt(V)"] = g * by_V
     x |= {"r": r, "c": c, "1/sqrt(r)": (r + e.r).rsqrt(), "1/sqrt(c)": (c + e.r).rsqrt()}

@@ -319,17 +319,19 @@ class Run(Trainer):
     def resume(cls, out: Path, device: str, **settings) -> Run:
         """Continue from the newest checkpoint of all processes. Of the settings only `steps` may
         change: it stretches the cosine of the outer learning rate to the new end."""
-        (rank, world), ranks = rank_and_world(), defaultdict(set)  # ranks by step
+        (rank, world), saved = rank_and_world(), defaultdict(set)  # steps by rank
         for path in out.glob("checkpoint_*_rank*.pt"):
             _, step, suffix = path.stem.split("_")
-            ranks[step].add(suffix)
-        if not ranks:
+            saved[suffix].add(step)
+        if not saved:
             raise FileNotFoundError(f"{out} has no checkpoint: start a new run.")
-        if (n := max(map(len, ranks.values()))) != world:
-            fix = f"resume it under torchrun --nproc-per-node {n}"
-            raise ValueError(f"{out} has checkpoints of {n} process(es): {fix}.")
-        newest = max(step for step in ranks if len(ranks[step]) == world)
-        state = checkpoints.read(out / f"checkpoint_{newest}_rank{rank}.pt")
+        if len(saved) != world:
+            fix = f"resume it under torchrun --nproc-per-node {len(saved)}"
+            raise ValueError(f"{out} has checkpoints of {len(saved)} process(es): {fix}.")
+        steps = set.intersection(*saved.values())
+        if not steps:
+            raise ValueError(f"{out} has no step that all processes saved: start a new run.")
+        state = checkpoints.read(out / f"checkpoint_{max(steps)}_rank{rank}.pt")
         if state.get("recipe", {}).keys() != Recipe.__dataclass_fields__.keys():
             raise ValueError(f"{out} was made by other code, {state.get('commit')}: use that code.")
         for name, value in settings.items():
@@ -349,9 +351,9 @@ class Run(Trainer):
 
         Ctrl-C stops after the current step, with a checkpoint.
         """
-        r, interrupts, saved = self.recipe, [], time.monotonic()
+        r, first, interrupts, saved = self.recipe, self.step, [], time.monotonic()
         before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        bar = tqdm(desc=r.name, total=r.steps, initial=self.step, disable=self.rank > 0)
+        bar = tqdm(total=r.steps, initial=first, desc=r.name, unit="step", disable=self.rank > 0)
         try:
             while self.step < r.steps:
                 start = time.monotonic()
@@ -360,6 +362,8 @@ class Run(Trainer):
                 self.seconds += now - start
                 bar.update()
                 bar.set_postfix(loss=f"{self.rows[-1]['meta_loss']:.3f}")
+                if self.step == first + 1 and self.rank == 0:
+                    bar.write(self.forecast(now - start))
                 flags = torch.tensor([bool(interrupts), now - saved >= 60 * minutes]).int()
                 if self.world > 1:  # all processes save and stop at the same step
                     flags = flags.to(self.phi.device)
@@ -378,6 +382,14 @@ class Run(Trainer):
             about |= {"commit": self.commit, "minutes": self.seconds / 60}
             about["meta_loss"] = fmean(row["meta_loss"] for row in self.rows[-20:])
             mulo.save(self.result(), self.out / "lo.pt", **about)
+
+    def forecast(self, seconds: float) -> str:
+        """The time and memory of the first outer step, and the hours that the rest will take."""
+        steps, device = self.recipe.steps - self.step, self.phi.device
+        text = f"{seconds:.2g} s per outer step, {steps * seconds / 3600:.2g} h for {steps:,} more"
+        if device.type == "cuda":
+            text += f", peak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB"
+        return f"{text}."
 
 
 def compare(run: Run, device: str) -> None:

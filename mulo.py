@@ -136,6 +136,7 @@ def advance_(
         x, phi = stacks[n], weights.phi
         phi = {k: w[:, n] for k, w in phi.items()} if config.net == "velo" else phi
         t, scale, decay, eps_scale = (number[:, n] for number in numbers)
+        eps_scale = eps_scale if config.eps == "fan_in" else 1.0
         args = phi, x.acc, x.p, grads[n].view_as(x.p), t, scale, x.dims, decay, eps_scale
         return pure_step(config, *args, rates=weights.rates)
 
