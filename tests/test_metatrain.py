@@ -363,9 +363,10 @@ def test_velo_resumes_too(tmp_path):
 
 
 def test_the_end_of_a_run(whole):
-    """The device and backend; a picture, and a comparison with tuned Adam."""
+    """The device and backend, what it will take; a picture, and a comparison with tuned Adam."""
     output = (whole / "output.txt").read_text()
     assert re.search(r"Device: \w+.*\. Backend: \w+\.\n", output)
+    assert re.search(r"[\d.e-]+ s per outer step, [\d.e-]+ h for 5 more\.", output)
     for width in (16, 128):
         losses = r"mulo_m [\d.]+, tuned AdamW [\d.]+, tuned μAdam [\d.]+\."
         assert re.search(rf"Final loss at width {width}: {losses}", output), output
