@@ -146,7 +146,7 @@ class Tuning:
 
     def run(self, device: str = "cpu") -> dict:
         """Return the configuration with the lowest final loss (mean over seeds), and that loss."""
-        task = training.with_rules(tasks.get(self.task), self.name == "muadam")
+        task = tasks.get(self.task, rules=roles.ALL if self.name == "muadam" else ())
         configs, seeds, scores = self.configurations(), list(self.seeds), []
         size, schedule = max(1, CHUNK // len(seeds)), schedule_of(self.schedule, self.steps)
         for start in tqdm(range(0, len(configs), size), f"tuning {self.name} on {self.task}"):

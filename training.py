@@ -26,7 +26,7 @@ from mulo import LO, LOConfig, Stack, Weights, features, kernels, nets, tasks
 from mulo.features import Numbers, Phi, trailing
 from mulo.optimizees import datasets
 from mulo.optimizees.datasets import Batch
-from mulo.roles import ALL, group_options, layer_outputs, size_factor, weights_of
+from mulo.roles import group_options, layer_outputs, size_factor, weights_of
 from mulo.tasks import Theta
 
 State = dict  # of tensors (P, ...), possibly nested
@@ -236,7 +236,6 @@ def train(
     schedule: Callable[[int], float] | None = None,  # t -> factor on lr; no annealing
     device: str = "cpu",
     callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
-    num_steps: int | None = None,  # length of the run for VeLO, if not `steps`
     data_seeds: list[int] | None = None,  # of batches; None: continue with the init generators
 ) -> Tensor:
     """Train `copies` nets from each seed. Returns losses of shape (steps, copies * seeds).
@@ -255,20 +254,18 @@ def train(
             optimizer = optimizer.with_config(anneal=0.0)
         opt = Learned(optimizer.config, task, device)
         phi = {k: w.to(device) for k, w in mulo.stacked(optimizer).items()}
-        state = opt.init(theta, phi, torch.full((P,), float(num_steps or steps)))
+        state = opt.init(theta, phi, torch.full((P,), float(steps)))
         weights = opt.prepare(phi)
     else:
         opt = optimizer(task)
         state = opt.init(theta)
-    history = torch.full((steps, P), math.nan, device=device)
+    history = torch.empty(steps, P, device=device)
     for t in range(steps):
         if callback:
             callback(t, theta)
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
         history[t] = losses
-        if t % 50 == 49 and not callback and not history[t - 49 : t + 1].isfinite().any():
-            break  # all diverged
         lr = schedule(t) if schedule else 1.0
         if isinstance(opt, Adam):
             opt.step(state, theta, grads, t, lr)
@@ -308,16 +305,15 @@ def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable
     test examples, (P,), at up to TEST_TIMES evenly spaced steps and at the end."""
     test = dataclasses.replace(task, split="test").data(device=device)
     sample = datasets.fixed_sample(test, TEST_SIZE)
-    chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
+    chunks = list(zip(*(x.split(100) for x in sample), strict=True))
     times, records = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
 
     def callback(t: int, theta: Theta) -> None:
         if t in times:
-            P, sums = len(next(iter(theta.values()))), []
-            for chunk in chunks:
-                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
-                sums.append(losses * len(chunk[0]))
-            records.append(torch.stack(sums).sum(0).cpu() / n)
+            P = len(next(iter(theta.values())))
+            batches = (tuple(x.expand(P, *x.shape) for x in chunk) for chunk in chunks)
+            sums = [task.losses(theta, batch) * batch[0].shape[1] for batch in batches]
+            records.append(torch.stack(sums).sum(0).cpu() / len(sample[0]))
 
     return callback, records
 
@@ -326,11 +322,6 @@ def final_loss(losses: Tensor, share: float = 1.0) -> Tensor:
     """The final loss of each net: the mean over the last tenth of the first `share` of a run."""
     losses = losses[: max(1, round(share * len(losses)))]
     return losses[-max(1, len(losses) // 10) :].mean(0)
-
-
-def with_rules(task: tasks.Task, mu: bool) -> tasks.Task:
-    """The same task in μP or in SP."""
-    return dataclasses.replace(task, rules=ALL if mu else ())
 
 
 def keep_freed_memory() -> None:

@@ -53,18 +53,19 @@ Batch = tuple[Tensor, ...]
 Generators = torch.Generator | Sequence[torch.Generator]
 
 
-def draw(n: int, generator: Generators, size: int) -> Tensor:
-    """Indices below n, (size,); with several generators (len, size)."""
-    if not isinstance(generator, torch.Generator):
-        return torch.stack([draw(n, g, size) for g in generator])
-    return torch.randint(n, (size,), generator=generator, device=generator.device)
-
-
 class Examples:
-    """A finite data set, whose `take` gives the batch of indices (size,) or (len, size)."""
+    """A data set: `draw` makes the random numbers of a batch, and `take` the batch of them."""
+
+    def draw(self, generator: torch.Generator, size: int) -> Batch:
+        device = generator.device
+        return (torch.randint(len(self), (size,), generator=generator, device=device),)
 
     def batch(self, generator: Generators, size: int) -> Batch:
-        return self.take(draw(len(self), generator, size))
+        """A tuple of tensors (size, ...); with several generators (len, size, ...)."""
+        if isinstance(generator, torch.Generator):
+            return self.take(*self.draw(generator, size))
+        draws = zip(*(self.draw(g, size) for g in generator), strict=True)
+        return self.take(*map(torch.stack, draws))
 
 
 def _place(x: Tensor, device: torch.device) -> Tensor:
@@ -108,9 +109,6 @@ class Images(Examples):
 
     def pool(self, size: int) -> Images:
         """The same images averaged down to size x size; mean and std do not change."""
-        largest = min(self.shape[1:])
-        if not 1 <= size <= largest:
-            raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {largest}.")
         parts = [F.adaptive_avg_pool2d(x.float(), size).round_().byte() for x in self.x.split(8192)]
         return dataclasses.replace(self, x=torch.cat(parts))
 
@@ -148,7 +146,7 @@ class Tokens(Examples):
 
 
 @dataclasses.dataclass
-class Teacher:
+class Teacher(Examples):
     """A procedural data set: x_k ~ N(0, s_k^2), y ~ softmax(6 MLP(x)).
 
     s_k is proportional to k^-alpha, with mean(s^2) = 1. The MLP has two hidden tanh layers and
@@ -176,16 +174,14 @@ class Teacher:
             x = torch.tanh(x @ w)
         return torch.log_softmax(6.0 * (x @ self._weights[-1]), -1)
 
-    def batch(self, generator: Generators, size: int) -> Batch:
-        """x ([len,] size, dim) float32 and y ([len,] size)."""
-        if not isinstance(generator, torch.Generator):
-            batches = [self.batch(g, size) for g in generator]
-            return tuple(map(torch.stack, zip(*batches, strict=True)))
+    def draw(self, generator: torch.Generator, size: int) -> Batch:
         z = torch.randn(size, self.dim, generator=generator, device=generator.device)
-        e = z.new_empty(size, self.classes).exponential_(generator=generator)
+        return z, z.new_empty(size, self.classes).exponential_(generator=generator)
+
+    def take(self, z: Tensor, e: Tensor) -> Batch:
+        """x ([len,] size, dim) float32 and y ([len,] size), by the Gumbel trick."""
         x = send(z, self.device) * self.std
-        y = (self.log_probs(x) - send(e, self.device).log()).argmax(-1)  # by the Gumbel trick
-        return x, y
+        return x, (self.log_probs(x) - send(e, self.device).log()).argmax(-1)
 
 
 def fixed_sample(data: Images | Tokens | Teacher, size: int) -> Batch:
@@ -345,10 +341,8 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     if len(models) != 1:
         fix = "put one sentencepiece model of 32,000 pieces there"
         raise FileNotFoundError(f"lm1b: {folder} has {len(models)} files *.model: {fix}.")
-    try:
-        import sentencepiece
-    except ImportError:
-        raise OSError("lm1b needs sentencepiece: pip install sentencepiece.") from None
+    import sentencepiece  # here, because it is an optional package
+
     content = models[0].read_bytes()
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
 

@@ -18,9 +18,9 @@ from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
-from mulo import checkpoints, kernels, tasks
+from mulo import checkpoints, kernels, roles, tasks
 from mulo.evaluate import exit_with_message, schedule_of
-from mulo.training import final_loss, train, with_rules
+from mulo.training import final_loss, train
 
 VALIDATION = (  # task, steps, schedule: only for choosing among recipes and meta-training seeds
     ("fashion8_mlp_w96_d2", 500, "constant"), ("fashion8_mlp_w96_d2", 2500, "constant"),
@@ -39,7 +39,8 @@ def validate(path: Path, device: str = "cpu") -> dict:
     if recipe is None or recipe["scale"] != "desk":
         raise ValueError(f"{path} was not meta-trained at desk scale, so it cannot be validated.")
     for name, steps, schedule in VALIDATION:
-        task, rate = with_rules(tasks.get(name), recipe["mup"]), schedule_of(schedule, steps)
+        task = tasks.get(name, rules=roles.ALL if recipe["mup"] else ())
+        rate = schedule_of(schedule, steps)
         losses = final_loss(train(task, lo, steps, SEEDS, schedule=rate, device=device))
         losses = losses.nan_to_num(nan=task.loss_bound).clamp_max(task.loss_bound)
         scores[f"{name}, {steps} steps, {schedule}"] = float(losses.mean())
