@@ -173,8 +173,7 @@ def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     for length in lengths:
         if values := Tuning(name, task.name, length, schedule, every_width).saved():
             return {k: values[k] for k in HYPERPARAMETERS}
-    fix = f"run python evaluate.py tune {task.kind}"
-    fix += f" --steps {steps} --schedule {schedule}"
+    fix = f"run python evaluate.py tune {task.kind} --steps {steps} --schedule {schedule}"
     fix += f" --width {task.width} --every-width" if every_width else ""
     if task.own:
         fix = "compare with adamw_default or muon, which need no tuning"
@@ -200,14 +199,13 @@ def contender(name: str) -> Contender:
     """Find an optimizer: a baseline, a shipped name, a file, or the folder of a run."""
     if name in BASELINES | MORE_BASELINES:
         return Contender(name, roles.ALL if name == "muadam" else ())
-    folder = Path(name)
-    path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
+    run = Path(name) / "lo.pt"
+    path = checkpoints.find(run if run.is_file() else name)
     lo = mulo.load(path)
     if lo.mup is None:
         fix = "save it again with mulo.save(lo, path, mup=True), or False"
         raise ValueError(f"{path} does not say whether it was meta-trained under μP: {fix}.")
-    label = folder.name.removesuffix(".npz")
-    label = folder.resolve().parent.name if label == "lo.pt" else label
+    label = path.resolve().parent.name if path.name == "lo.pt" else path.stem
     recipe = (lo.about.get("recipe") or {}).get("name")
     return Contender(label, roles.ALL if lo.mup else (), lo, recipe)
 

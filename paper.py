@@ -236,18 +236,17 @@ def rank(suite: Suite, results: Results) -> Finding:
         ax.invert_yaxis()
     axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)).set_in_layout(False)
     checks, summary = {}, []
-    entrants = [k for k, name in enumerate(names) if not name.startswith("muon")]
-    without_muon = report.ranked(means[..., entrants]).mean(0)  # Muon is not in the paper
+    entrants = [name for name in names if not name.startswith("muon")]  # Muon is not in the paper
+    without_muon = report.ranked(means[..., [names.index(name) for name in entrants]]).mean(0)
     for (t, size), row in zip(columns, without_muon.tolist(), strict=True):
-        for claim, claimed, sign in (
-            ("μLO_M and μVeLO_M have the two best average ranks", PAIRS.keys(), 1),
-            ("LO_M and VeLO_M have the two worst", PAIRS.values(), -1),
+        for claim, best in (
+            ("μLO_M and μVeLO_M have the two best average ranks", set(PAIRS)),
+            ("LO_M and VeLO_M have the two worst", set(entrants) - set(PAIRS.values())),
         ):
-            inside, others = [], []
-            for k, x in zip(entrants, row, strict=True):
-                (inside if names[k] in claimed else others).append(sign * x)
-            if inside and others:
-                checks[f"{claim}, {size}, after {t}x the horizon"] = max(inside) < min(others)
+            ahead = [x for name, x in zip(entrants, row, strict=True) if name in best]
+            behind = [x for name, x in zip(entrants, row, strict=True) if name not in best]
+            if ahead and behind:
+                checks[f"{claim}, {size}, after {t}x the horizon"] = max(ahead) < min(behind)
     for t, row in zip(runs, overall.unflatten(0, (len(runs), -1)).mean(1), strict=True):
         text = listing(dict(zip(names, row, strict=True)), ".2f")
         summary.append(f"average rank after {t}x the horizon: {text}")
@@ -295,9 +294,9 @@ def horizon(suite: Suite, results: Results) -> Finding:
             optimizers = suite.without_muon() if constant else suite.with_muon(args[0])
             jobs[f, schedule, times] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
-    panels = [(f, schedule, times) for f, schedule, times in jobs if times == f.longest]
     rows = [["kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]]
-    (fig, axes), checks, summary = figure(len(panels)), {}, []
+    (fig, axes), checks, summary = figure(sum(n == f.longest for f, _, n in jobs)), {}, []
+    panels = iter(axes)
     for (f, schedule, times), by_name in jobs.items():
         curves = {name: results.losses(job) for name, job in by_name.items()}
         final = final_losses(curves)
@@ -310,9 +309,9 @@ def horizon(suite: Suite, results: Results) -> Finding:
         if schedule == "cosine" and {"mulo_m", "adamw"} <= final.keys():
             claim = f"{f.kind}: with cosine, μLO_M is level with AdamW after {times} horizons"
             checks[claim] = bool(final["mulo_m"].mean() <= 1.02 * final["adamw"].mean())
-        if (f, schedule, times) in panels:
-            ax, title = axes[panels.index((f, schedule, times))], f"{f.task(f.base)}, {schedule}"
-            report.draw_curves(ax, f.kind, curves, times, xlabel="horizons", title=title)
+        if times == f.longest:
+            labels = {"xlabel": "horizons", "title": f"{f.task(f.base)}, {schedule}"}
+            report.draw_curves(next(panels), f.kind, curves, times, **labels)
             summary.append(f"{f.kind}, {times} horizons, {schedule}: {listing(final)}")
     axes[0].legend(fontsize=8)
     return Finding(rows, fig, checks, "; ".join(summary))

@@ -152,9 +152,8 @@ class Adam:
         b1: Tensor | float = 0.9,
         b2: Tensor | float = 0.999,
         weight_decay: Tensor | float = 0.0,
-        eps: float = 1e-8,
     ):
-        self.groups, self.eps = task if isinstance(task, dict) else groups_of(task), eps
+        self.groups = task if isinstance(task, dict) else groups_of(task)
         numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (lr, b1, b2, weight_decay)]
         self.numbers = torch.stack([x.expand_as(numbers[0]) for x in numbers])  # (4, P)
 
@@ -173,7 +172,7 @@ class Adam:
             m.lerp_(g, 1 - b1)
             v.mul_(b2).addcmul_(g, g * (1 - b2))
             p.mul_(shrink)
-            p.sub_(rate * self.groups[name]["scale"] * m / ((v.sqrt() / root).add_(self.eps)))
+            p.sub_(rate * self.groups[name]["scale"] * m / ((v.sqrt() / root).add_(1e-8)))
 
 
 def orthogonalise(d: Tensor) -> Tensor:
