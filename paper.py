@@ -313,7 +313,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
             labels = {"xlabel": "horizons", "title": f"{f.task(f.base)}, {schedule}"}
             report.draw_curves(next(panels), f.kind, curves, times, **labels)
             summary.append(f"{f.kind}, {times} horizons, {schedule}: {listing(final)}")
-    axes[0].legend(fontsize=8)
+    max(axes, key=lambda ax: len(ax.lines)).legend(fontsize=8)  # Muon is in some panels only
     return Finding(rows, fig, checks, "; ".join(summary))
 
 

@@ -122,14 +122,11 @@ def limit_loss(ax, kind: str) -> None:
 def draw_final(ax, kind: str, rows: list[list], **settings) -> None:
     """Draw final losses from the table of an experiment, whose rows are kind, optimizer, size, mean
     and standard error."""
-    points = {}
-    for of_kind, name, *point in rows:
-        if of_kind == kind:
-            points.setdefault(name, []).append(point)
-    for name, of_name in points.items():
-        x, y, error = zip(*of_name, strict=True)
+    rows = [row for row in rows if row[0] == kind]
+    for name in dict.fromkeys(row[1] for row in rows):
+        x, y, error = zip(*(row[2:] for row in rows if row[1] == name), strict=True)
         ax.errorbar(x, y, error, marker="o", ms=4, capsize=2, **style(name))
-    size_axis(ax, sorted({x for of_name in points.values() for x, *_ in of_name}))
+    size_axis(ax, sorted({row[2] for row in rows}))
     ax.set(ylabel="final loss", **settings)
     limit_loss(ax, kind)
 
