@@ -142,16 +142,12 @@ SUITES = {
 # ---------------------------------------------------------------- experiments
 
 
-def final_losses(curves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: final_loss(losses) for name, losses in curves.items()}
-
-
 def sweep(
     suite: Suite, results: Results, optimizers: dict[str, Contender], axis: str,
     sizes: dict[Family, dict[int, str]],
 ) -> tuple[dict, dict, list, Figure]:  # fmt: skip
-    """Train every optimizer on {size: task} of each family. Returns final losses by kind, optimizer
-    and size, curves at the largest size by kind and optimizer, a table, and a figure."""
+    """Train every optimizer on {size: task} of each family. Returns final losses and curves, both
+    by optimizer for each (kind, size), a table, and a figure."""
     jobs = {
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
@@ -160,17 +156,17 @@ def sweep(
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
-    largest = {f.kind: max(tested) for f, tested in sizes.items()}
     for (kind, name, size), job in jobs.items():
         losses = results.losses(job)
-        if size == largest[kind]:
-            curves.setdefault(kind, {})[name] = losses
-        final.setdefault(kind, {}).setdefault(name, {})[size] = final_loss(losses)
+        curves.setdefault((kind, size), {})[name] = losses
+        final.setdefault((kind, size), {})[name] = final_loss(losses)
         rows.append([kind, name, size, *mean_stderr(final_loss(losses))])
     fig, axes = figure(2 * len(sizes))
-    for (kind, size), ax, beside in zip(largest.items(), axes[::2], axes[1::2], strict=True):
+    for (f, tested), ax, beside in zip(sizes.items(), axes[::2], axes[1::2], strict=True):
+        kind, size = f.kind, max(tested)
         report.draw_final(ax, kind, rows, xlabel=axis, title=kind)
-        report.draw_curves(beside, kind, curves[kind], suite.steps, title=f"{kind}, {axis} {size}")
+        title = f"{kind}, {axis} {size}"
+        report.draw_curves(beside, kind, curves[kind, size], suite.steps, title=title)
     axes[0].legend(fontsize=8)
     return final, curves, rows, fig
 
@@ -182,23 +178,23 @@ def width(suite: Suite, results: Results) -> Finding:
     parametrization (SP) stop improving or diverge (figures 3 and 4).
     """
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, curves, rows, fig = sweep(suite, results, suite.with_muon(), "width", sizes)
+    final, _, rows, fig = sweep(suite, results, suite.with_muon(), "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
-        kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
+        kind, top, last = f.kind, f"width {f.widths[-1]}", final[f.kind, f.widths[-1]]
         beyond = [w for w in f.widths if w >= f.columns[-1]]
         for mu, sp in PAIRS.items():
-            if {mu, sp} <= losses.keys():
+            if {mu, sp} <= last.keys():
                 claim, other = f"{kind}: the loss of {LABELS[mu]} falls", f"{kind}: {LABELS[sp]}"
-                by_mu, by_sp = list(losses[mu].values()), list(losses[sp].values())
-                behind = all(worse(losses[sp][w], losses[mu][w]) for w in beyond)
+                by_mu, by_sp = ([final[kind, w][name] for w in f.widths] for name in (mu, sp))
+                behind = all(worse(final[kind, w][sp], final[kind, w][mu]) for w in beyond)
                 checks |= {
                     f"{claim} to {top}, within the standard error": falls(by_mu),
                     f"{claim} to {top}, within the error of paired differences": falls(by_mu, True),
                     f"{other} is worse from width {beyond[0]} on": behind,
                     f"{other} has stopped improving by {top}": report.stopped(by_sp),
                 }
-        summary.append(f"{kind}, {top}: {listing(final_losses(curves[kind]))}")
+        summary.append(f"{kind}, {top}: {listing(last)}")
     return Finding(rows, fig, checks, "; ".join(summary))
 
 
@@ -260,17 +256,17 @@ def depth(suite: Suite, results: Results) -> Finding:
     deep MLP, LO_M diverges at once (figure 5).
     """
     sizes = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
-    _, curves, rows, fig = sweep(suite, results, suite.without_muon(), "depth", sizes)
+    final, curves, rows, fig = sweep(suite, results, suite.without_muon(), "depth", sizes)
     checks, summary = {}, []
     for f in sizes:
-        kind, last = f.kind, final_losses(curves[f.kind])
-        layers = f"{f.depths[-1]} {'layers' if kind.endswith('mlp') else 'blocks'}"
+        kind, deepest, last = f.kind, f.depths[-1], final[f.kind, f.depths[-1]]
+        layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
         for mu, sp in PAIRS.items():
             if {mu, sp} <= last.keys():
                 claim = f"{kind}: {LABELS[mu]} is ahead of {LABELS[sp]} at {layers}"
                 checks[claim] = worse(last[sp], last[mu])
         for name in filter(PAIRS.get, last):
-            bound = min(1.05 * float(curves[kind][name].mean(1).min()), 0.9 * guess(kind))
+            bound = min(1.05 * float(curves[kind, deepest][name].mean(1).min()), 0.9 * guess(kind))
             claim = f"{kind}: {LABELS[name]} trains {layers}, and the loss does not rise"
             checks[claim] = float(last[name].mean()) <= bound
         summary.append(f"{kind}, {layers}: {listing(last)}")
@@ -299,7 +295,7 @@ def horizon(suite: Suite, results: Results) -> Finding:
     panels = iter(axes)
     for (f, schedule, times), by_name in jobs.items():
         curves = {name: results.losses(job) for name, job in by_name.items()}
-        final = final_losses(curves)
+        final = {name: final_loss(losses) for name, losses in curves.items()}
         for name, losses in curves.items():
             lowest = float(losses.mean(1).unfold(0, 5, 1).mean(-1).min())  # of any tenth
             rows.append([f.kind, schedule, times, name, *mean_stderr(final[name]), lowest])
@@ -405,8 +401,9 @@ def distribution(suite: Suite, results: Results) -> Finding:
     first, checks = suite.families[0], {}
     sizes = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
     optimizers = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
-    _, curves, rows, fig = sweep(suite, results, optimizers, "width", {first: sizes})
-    last, widest = final_losses(curves[first.kind]), max(sizes)
+    final, _, rows, fig = sweep(suite, results, optimizers, "width", {first: sizes})
+    widest = max(sizes)
+    last = final[first.kind, widest]
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
         checks[f"{LABELS[a]} is ahead of {LABELS[b]} at width {widest}"] = worse(last[b], last[a])
     return Finding(rows, fig, checks, f"{first.kind}, width {widest}: {listing(last)}")
