@@ -1,6 +1,6 @@
 """Meta-testing: train nets with learned optimizers and tuned baselines, and save their losses.
 
-    python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
+    python evaluate.py tune fashion8_mlp_w64_d3          # AdamW and μAdam over the paper's grids
     python evaluate.py task fashion8_mlp_w256_d3 --optimizers mulo_m lo_m adamw muadam
 
     job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
@@ -173,11 +173,9 @@ def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     for length in lengths:
         if values := Tuning(name, task.name, length, schedule, every_width).saved():
             return {k: values[k] for k in HYPERPARAMETERS}
-    fix = f"run python evaluate.py tune {task.kind} --steps {steps} --schedule {schedule}"
-    fix += f" --width {task.width} --every-width" if every_width else ""
-    if task.own:
-        fix = "compare with adamw_default or muon, which need no tuning"
-    elif name == "muon":
+    fix = f"run python evaluate.py tune {task.name} --steps {steps} --schedule {schedule}"
+    fix += " --every-width" if every_width else ""
+    if name == "muon":
         fix = "run python paper.py tune, which tunes the tasks of paper.py, or use muon"
     raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
 
@@ -391,11 +389,9 @@ class Results:
 
 def tune(args: argparse.Namespace) -> None:
     """Tune AdamW and μAdam over the paper's grids; with a schedule, their learning rates only."""
-    depth, seeds = "" if args.kind.endswith("resnet") else "_d3", tuple(range(args.seeds or 3))
-    task = f"{args.kind}_w{args.width}{depth}"
-    full = args.schedule == "constant"
+    seeds, full = tuple(range(args.seeds or 3)), args.schedule == "constant"
     for name, label in BASELINES.items():
-        tuning = Tuning(name, task, args.steps, args.schedule, args.every_width, seeds, full)
+        tuning = Tuning(name, args.task, args.steps, args.schedule, args.every_width, seeds, full)
         values = tuning.run(args.device)
         print(f"{label}: {values}, saved in {tuning.save(values)}")
 
@@ -427,10 +423,9 @@ def positive(text: str) -> int:
 
 
 FLAGS = {
-    "kind": dict(help="kind of task, such as fashion8_mlp"),
+    "task": dict(help="name of a task of the width to tune at, such as fashion8_mlp_w64_d3"),
     "tasks": dict(nargs="+", help="names of tasks, such as fashion8_mlp_w256_d3"),
     "--scale": dict(choices=SCALES, default="desk", help="desk (the default) or paper"),
-    "--width": dict(type=positive, default=64, help="width of the nets (default: 64)"),
     "--steps": dict(type=positive, default=500, help="length of runs (default: 500)"),
     "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
     "--schedule": dict(choices=SCHEDULES, default="constant", help="of the lr (default: constant)"),
@@ -460,7 +455,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Test learned optimizers against baselines.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, flags in (
-        ("tune", tune, "kind --width --steps --schedule --every-width"),
+        ("tune", tune, "task --steps --schedule --every-width"),
         ("task", compare, "tasks --optimizers --steps --schedule --test --out --processes"),
     ):
         command = commands.add_parser(name, help=run.__doc__)

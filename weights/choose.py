@@ -45,12 +45,8 @@ def validate(path: Path, device: str = "cpu") -> dict:
         losses = losses.nan_to_num(nan=task.loss_bound).clamp_max(task.loss_bound)
         scores[f"{name}, {steps} steps, {schedule}"] = float(losses.mean())
     record = {"seed": recipe["seed"], "validation": geometric_mean(scores.values())}
-    record |= {"scores": scores, "sha256_of_run": sha256(path)}
-    return record | {k: about[k] for k in ("meta_loss", "minutes", "commit", "command")}
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    record |= {k: about[k] for k in ("meta_loss", "minutes", "commit", "command")}
+    return record | {"scores": scores}
 
 
 HEAD = "| name | seed | | validation | meta-loss | minutes | commit | command |"
@@ -62,7 +58,7 @@ def write_record() -> None:
     introduction = path.read_text().partition(HEAD)[0] if path.exists() else ""
     for file in sorted(checkpoints.SHIPPED.glob("*.pt")):
         about = mulo.load(file).about
-        digests += f"{sha256(file)}  {file.name}\n"
+        digests += f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n"
         for run in sorted(json.loads(about.get("chosen_among", "[]")), key=lambda run: run["seed"]):
             mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
             row = file.stem, run["seed"], mark, f"{run['validation']:.4f}"
