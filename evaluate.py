@@ -264,8 +264,7 @@ class Job:
             data_seeds=[DATA_SEED + seed for seed in self.seeds],
         )  # fmt: skip
         if self.probe_at:
-            by_step = dict(zip(map(str, self.probe_at), records, strict=True))
-            return {key: list(by_step[key[-2]][key[-1]]) for key in self.keys()}
+            return {key: records[int(key[-2]), key[-1]] for key in self.keys()}
         windows = [x.mean(0) for x in losses.tensor_split(min(WINDOWS, len(losses)))]
         by_key = list(zip(self.keys(), torch.stack(windows, 1).tolist(), strict=True))
         if self.test:

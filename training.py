@@ -280,21 +280,18 @@ def batches(data, generators: list[torch.Generator], size: int, copies: int = 1)
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
-def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
-    """A callback for `train`, and the list of its records, one per probed step: for each layer, the
-    standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
+def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, dict]:
+    """A callback for `train`, and its records by step and layer: the standard deviation of the
+    change of the layer's pre-activations y on 64 inputs, and mean |y|. For MLPs."""
     x = task.data(device=device).batch([torch.Generator().manual_seed(123)], 64)[0][0]
-    first, records = {}, []
+    first, records = {}, {}
 
     def callback(t: int, theta: Theta) -> None:
-        if t and t not in steps:
-            return
-        record, inputs = {}, x.expand(len(next(iter(theta.values()))), *x.shape)
-        for name, y in layer_outputs(task.skeleton(), inputs, theta).items():
-            change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
-            record[name] = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
-        if t:
-            records.append(record)
+        if t in (0, *steps):
+            inputs = x.expand(len(next(iter(theta.values()))), *x.shape)
+            for name, y in layer_outputs(task.skeleton(), inputs, theta).items():
+                change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
+                records[t, name] = [float(f"{v:.5g}") for v in (change, y.abs().mean())]
 
     return callback, records
 
