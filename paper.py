@@ -102,10 +102,11 @@ class Suite:
     scale: str = "desk"
 
     def contenders(self, *names: str) -> dict[str, Contender]:
-        """The optimizers of the suite by name of recipe, or those named. At desk scale, a named one
-        that the suite lacks is the shipped one."""
-        known = {(c := contender(name)).recipe or c.name: c for name in self.optimizers}
-        if len(known) < len(self.optimizers):
+        """The optimizers of the suite but Muon, by name of recipe, or those named. At desk scale, a
+        named one that the suite lacks is the shipped one."""
+        given = [contender(name) for name in self.optimizers if name != "muon"]
+        known = {c.recipe or c.name: c for c in given}
+        if len(known) < len(given):
             raise ValueError("two of --optimizers are runs of one recipe: use evaluate.py task.")
         for name in names:
             if name not in known and name not in evaluate.MORE_BASELINES and self.scale == "paper":
@@ -113,15 +114,10 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
-    def with_muon(self, *names: str) -> dict[str, Contender]:
-        """The suite's optimizers, and Muon tuned at every width. Both Muons are left out if one of
-        the tasks of these names is too wide for them."""
-        known = self.contenders()
-        known |= self.contenders("muon_oracle") if "muon" in known else {}
-        return {k: c for k, c in known.items() if all(trains(k, x, MUON_WIDEST) for x in names)}
-
-    def without_muon(self) -> dict[str, Contender]:
-        return {k: c for k, c in self.contenders().items() if k != "muon"}
+    def muon(self, *names: str) -> dict[str, Contender]:
+        """Muon at one rate and tuned at every width, unless one of the named tasks is too wide."""
+        fits = "muon" in self.optimizers and all(trains("muon", x, MUON_WIDEST) for x in names)
+        return self.contenders("muon", "muon_oracle") if fits else {}
 
 
 SUITES = {
@@ -178,7 +174,8 @@ def width(suite: Suite, results: Results) -> Finding:
     parametrization (SP) stop improving or diverge (figures 3 and 4).
     """
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, _, rows, fig = sweep(suite, results, suite.with_muon(), "width", sizes)
+    optimizers = suite.contenders() | suite.muon()
+    final, _, rows, fig = sweep(suite, results, optimizers, "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
         kind, top, last = f.kind, f"width {f.widths[-1]}", final[f.kind, f.widths[-1]]
@@ -207,7 +204,8 @@ def rank(suite: Suite, results: Results) -> Finding:
     # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, and
     # Muon, which has a cosine, have not finished there. A diverged net has the loss of guessing.
     runs, jobs, means = {1: 1, 3: 5, 5: 5}, {}, []  # horizons: length of the run
-    optimizers = suite.with_muon(*(f.task(w) for f in suite.families for w in f.columns))
+    tested = [f.task(w) for f in suite.families for w in f.columns]
+    optimizers = suite.contenders() | suite.muon(*tested)
     names, columns = list(optimizers), list(product(runs, SIZES))
     for f, (t, size) in product(suite.families, columns):
         task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
@@ -256,7 +254,7 @@ def depth(suite: Suite, results: Results) -> Finding:
     deep MLP, LO_M diverges at once (figure 5).
     """
     sizes = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
-    final, curves, rows, fig = sweep(suite, results, suite.without_muon(), "depth", sizes)
+    final, curves, rows, fig = sweep(suite, results, suite.contenders(), "depth", sizes)
     checks, summary = {}, []
     for f in sizes:
         kind, deepest, last = f.kind, f.depths[-1], final[f.kind, f.depths[-1]]
@@ -286,8 +284,8 @@ def horizon(suite: Suite, results: Results) -> Finding:
         runs += [("cosine", times, f.seeds) for times in f.horizons]
         for schedule, times, seeds in runs:
             args = f.task(f.base), times * suite.steps, schedule, range(seeds)
-            constant = schedule == "constant"
-            optimizers = suite.without_muon() if constant else suite.with_muon(args[0])
+            optimizers = suite.contenders()
+            optimizers |= suite.muon(args[0]) if schedule == "cosine" else {}
             jobs[f, schedule, times] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
     rows = [["kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]]
@@ -321,7 +319,7 @@ def coord(suite: Suite, results: Results) -> Finding:
     """
     first = suite.families[0]
     widths = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
-    optimizers = suite.without_muon()
+    optimizers = suite.contenders()
     steps = [t for t in PROBED if t < suite.steps]
     panels = [(c, "width", widths) for c in optimizers.values()]
     if "mulo_m" in optimizers and suite.scale == "desk":
@@ -367,7 +365,7 @@ def stability(suite: Suite, results: Results) -> Finding:
     for title, d, horizons in ((f"{deepest} layers", deepest, 1), ("5 horizons", 3, 5)):
         task, steps = first.task(first.base, d), horizons * suite.steps
         at = range(max(1, steps // 25), steps, max(1, steps // 25))
-        optimizers = suite.without_muon().values()
+        optimizers = suite.contenders().values()
         jobs[title] = [Job(c, task, steps, seeds=range(2), probe_at=at) for c in optimizers]
     results.run(chain(*jobs.values()), "stability")
     rows = [["task", "optimizer", "layer", "early", "late"]]

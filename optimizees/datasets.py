@@ -54,7 +54,7 @@ Generators = torch.Generator | Sequence[torch.Generator]
 
 
 class Examples:
-    """A data set: `draw` makes the random numbers of a batch, and `take` the batch of them."""
+    """A data set: `draw` draws the random numbers of a batch, `take` makes the batch from them."""
 
     def draw(self, generator: torch.Generator, size: int) -> Batch:
         device = generator.device
