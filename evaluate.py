@@ -1,6 +1,6 @@
 """Meta-testing: train nets with learned optimizers and tuned baselines, and save their losses.
 
-    python evaluate.py tune fashion8_mlp                 # AdamW and μAdam over the paper's grids
+    python evaluate.py tune fashion8_mlp_w64_d3          # AdamW and μAdam over the paper's grids
     python evaluate.py task fashion8_mlp_w256_d3 --optimizers mulo_m lo_m adamw muadam
 
     job = Job(contender("mulo_m"), "fashion8_mlp_w256_d3", steps=500, seeds=(0, 1, 2))
@@ -146,7 +146,7 @@ class Tuning:
 
     def run(self, device: str = "cpu") -> dict:
         """Return the configuration with the lowest final loss (mean over seeds), and that loss."""
-        task = training.with_rules(tasks.get(self.task), self.name == "muadam")
+        task = tasks.get(self.task, rules=roles.ALL if self.name == "muadam" else ())
         configs, seeds, scores = self.configurations(), list(self.seeds), []
         size, schedule = max(1, CHUNK // len(seeds)), schedule_of(self.schedule, self.steps)
         for start in tqdm(range(0, len(configs), size), f"tuning {self.name} on {self.task}"):
@@ -173,12 +173,9 @@ def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
     for length in lengths:
         if values := Tuning(name, task.name, length, schedule, every_width).saved():
             return {k: values[k] for k in HYPERPARAMETERS}
-    fix = f"run python evaluate.py tune {task.kind}"
-    fix += f" --steps {steps} --schedule {schedule}"
-    fix += f" --width {task.width} --every-width" if every_width else ""
-    if task.own:
-        fix = "compare with adamw_default or muon, which need no tuning"
-    elif name == "muon":
+    fix = f"run python evaluate.py tune {task.name} --steps {steps} --schedule {schedule}"
+    fix += " --every-width" if every_width else ""
+    if name == "muon":
         fix = "run python paper.py tune, which tunes the tasks of paper.py, or use muon"
     raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
 
@@ -200,13 +197,13 @@ def contender(name: str) -> Contender:
     """Find an optimizer: a baseline, a shipped name, a file, or the folder of a run."""
     if name in BASELINES | MORE_BASELINES:
         return Contender(name, roles.ALL if name == "muadam" else ())
-    folder = Path(name)
-    path = checkpoints.find(folder / "lo.pt" if (folder / "lo.pt").is_file() else name)
+    run = Path(name) / "lo.pt"
+    path = checkpoints.find(run if run.is_file() else name)
     lo = mulo.load(path)
     if lo.mup is None:
         fix = "save it again with mulo.save(lo, path, mup=True), or False"
         raise ValueError(f"{path} does not say whether it was meta-trained under μP: {fix}.")
-    label = folder.resolve().parent.name if folder.name == "lo.pt" else folder.name
+    label = path.resolve().parent.name if path.name == "lo.pt" else path.stem
     recipe = (lo.about.get("recipe") or {}).get("name")
     return Contender(label, roles.ALL if lo.mup else (), lo, recipe)
 
@@ -267,8 +264,7 @@ class Job:
             data_seeds=[DATA_SEED + seed for seed in self.seeds],
         )  # fmt: skip
         if self.probe_at:
-            by_step = dict(zip(map(str, self.probe_at), records, strict=True))
-            return {key: list(by_step[key[-2]][key[-1]]) for key in self.keys()}
+            return {key: records[int(key[-2]), key[-1]] for key in self.keys()}
         windows = [x.mean(0) for x in losses.tensor_split(min(WINDOWS, len(losses)))]
         by_key = list(zip(self.keys(), torch.stack(windows, 1).tolist(), strict=True))
         if self.test:
@@ -392,11 +388,9 @@ class Results:
 
 def tune(args: argparse.Namespace) -> None:
     """Tune AdamW and μAdam over the paper's grids; with a schedule, their learning rates only."""
-    depth, seeds = "" if args.kind.endswith("resnet") else "_d3", tuple(range(args.seeds or 3))
-    task = f"{args.kind}_w{args.width}{depth}"
-    full = args.schedule == "constant"
+    seeds, full = tuple(range(args.seeds or 3)), args.schedule == "constant"
     for name, label in BASELINES.items():
-        tuning = Tuning(name, task, args.steps, args.schedule, args.every_width, seeds, full)
+        tuning = Tuning(name, args.task, args.steps, args.schedule, args.every_width, seeds, full)
         values = tuning.run(args.device)
         print(f"{label}: {values}, saved in {tuning.save(values)}")
 
@@ -428,10 +422,9 @@ def positive(text: str) -> int:
 
 
 FLAGS = {
-    "kind": dict(help="kind of task, such as fashion8_mlp"),
+    "task": dict(help="name of a task of the width to tune at, such as fashion8_mlp_w64_d3"),
     "tasks": dict(nargs="+", help="names of tasks, such as fashion8_mlp_w256_d3"),
     "--scale": dict(choices=SCALES, default="desk", help="desk (the default) or paper"),
-    "--width": dict(type=positive, default=64, help="width of the nets (default: 64)"),
     "--steps": dict(type=positive, default=500, help="length of runs (default: 500)"),
     "--seeds": dict(type=positive, help="nets per optimizer (default: 5; tune: 3)"),
     "--schedule": dict(choices=SCHEDULES, default="constant", help="of the lr (default: constant)"),
@@ -461,7 +454,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Test learned optimizers against baselines.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, flags in (
-        ("tune", tune, "kind --width --steps --schedule --every-width"),
+        ("tune", tune, "task --steps --schedule --every-width"),
         ("task", compare, "tasks --optimizers --steps --schedule --test --out --processes"),
     ):
         command = commands.add_parser(name, help=run.__doc__)

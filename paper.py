@@ -46,6 +46,10 @@ TRANSFER = {  # tasks of `transfer`: widths
 }  # fmt: skip
 
 
+def transfer_tasks() -> list[str]:
+    return [name.format(width) for name, widths in TRANSFER.items() for width in widths]
+
+
 def trains(optimizer: str, task: str, widest: int) -> bool:
     """Whether an optimizer is trained on a task: Muon on nets up to `widest`, others on all."""
     return not optimizer.startswith("muon") or tasks.get(task).width <= widest
@@ -98,10 +102,11 @@ class Suite:
     scale: str = "desk"
 
     def contenders(self, *names: str) -> dict[str, Contender]:
-        """The optimizers of the suite by name of recipe, or those named. At desk scale, a named one
-        that the suite lacks is the shipped one."""
-        known = {(c := contender(name)).recipe or c.name: c for name in self.optimizers}
-        if len(known) < len(self.optimizers):
+        """The optimizers of the suite but Muon, by name of recipe, or those named. At desk scale, a
+        named one that the suite lacks is the shipped one."""
+        given = [contender(name) for name in self.optimizers if name != "muon"]
+        known = {c.recipe or c.name: c for c in given}
+        if len(known) < len(given):
             raise ValueError("two of --optimizers are runs of one recipe: use evaluate.py task.")
         for name in names:
             if name not in known and name not in evaluate.MORE_BASELINES and self.scale == "paper":
@@ -109,15 +114,10 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
-    def with_muon(self, *names: str) -> dict[str, Contender]:
-        """The suite's optimizers, and Muon tuned at every width. Both Muons are left out if one of
-        the tasks of these names is too wide for them."""
-        known = self.contenders()
-        known |= self.contenders("muon_oracle") if "muon" in known else {}
-        return {k: c for k, c in known.items() if all(trains(k, x, MUON_WIDEST) for x in names)}
-
-    def without_muon(self) -> dict[str, Contender]:
-        return {k: c for k, c in self.contenders().items() if k != "muon"}
+    def muon(self, *names: str) -> dict[str, Contender]:
+        """Muon at one rate and tuned at every width, unless one of the named tasks is too wide."""
+        fits = "muon" in self.optimizers and all(trains("muon", x, MUON_WIDEST) for x in names)
+        return self.contenders("muon", "muon_oracle") if fits else {}
 
 
 SUITES = {
@@ -142,8 +142,8 @@ def sweep(
     suite: Suite, results: Results, optimizers: dict[str, Contender], axis: str,
     sizes: dict[Family, dict[int, str]],
 ) -> tuple[dict, dict, list, Figure]:  # fmt: skip
-    """Train every optimizer on {size: task} of each family. Returns final losses by kind, optimizer
-    and size, curves at the largest size by kind and optimizer, a table, and a figure."""
+    """Train every optimizer on {size: task} of each family. Returns final losses and curves, both
+    by optimizer for each (kind, size), a table, and a figure."""
     jobs = {
         (f.kind, name, size): Job(c, task, suite.steps, seeds=range(f.seeds))
         for (f, tested), (name, c) in product(sizes.items(), optimizers.items())
@@ -152,18 +152,17 @@ def sweep(
     }
     results.run(jobs.values(), axis)
     final, curves, rows = {}, {}, [["kind", "optimizer", axis, "loss", "stderr"]]
-    largest = {f.kind: max(tested) for f, tested in sizes.items()}
     for (kind, name, size), job in jobs.items():
         losses = results.losses(job)
-        if size == largest[kind]:
-            curves.setdefault(kind, {})[name] = losses
-        final.setdefault(kind, {}).setdefault(name, {})[size] = final_loss(losses)
+        curves.setdefault((kind, size), {})[name] = losses
+        final.setdefault((kind, size), {})[name] = final_loss(losses)
         rows.append([kind, name, size, *mean_stderr(final_loss(losses))])
     fig, axes = figure(2 * len(sizes))
     for (f, tested), ax, beside in zip(sizes.items(), axes[::2], axes[1::2], strict=True):
-        top, title = 1.2 * guess(f.kind), f"{f.kind}, {axis} {max(tested)}"
-        report.draw_final(ax, final[f.kind], top, axis, f.kind)
-        report.draw_curves(beside, curves[f.kind], suite.steps, top, title=title)
+        kind, size = f.kind, max(tested)
+        report.draw_final(ax, kind, rows, xlabel=axis, title=kind)
+        title = f"{kind}, {axis} {size}"
+        report.draw_curves(beside, kind, curves[kind, size], suite.steps, title=title)
     axes[0].legend(fontsize=8)
     return final, curves, rows, fig
 
@@ -175,23 +174,23 @@ def width(suite: Suite, results: Results) -> Finding:
     parametrization (SP) stop improving or diverge (figures 3 and 4).
     """
     sizes = {f: {w: f.task(w) for w in f.widths} for f in suite.families}
-    final, _, rows, fig = sweep(suite, results, suite.with_muon(), "width", sizes)
+    optimizers = suite.contenders() | suite.muon()
+    final, _, rows, fig = sweep(suite, results, optimizers, "width", sizes)
     checks, summary = {}, []
     for f in suite.families:
-        kind, top, losses = f.kind, f"width {f.widths[-1]}", final[f.kind]
+        kind, top, last = f.kind, f"width {f.widths[-1]}", final[f.kind, f.widths[-1]]
         beyond = [w for w in f.widths if w >= f.columns[-1]]
         for mu, sp in PAIRS.items():
-            if mu in losses and sp in losses:
+            if {mu, sp} <= last.keys():
                 claim, other = f"{kind}: the loss of {LABELS[mu]} falls", f"{kind}: {LABELS[sp]}"
-                by_mu, by_sp = list(losses[mu].values()), list(losses[sp].values())
-                behind = all(worse(losses[sp][w], losses[mu][w]) for w in beyond)
+                by_mu, by_sp = ([final[kind, w][name] for w in f.widths] for name in (mu, sp))
+                behind = all(worse(final[kind, w][sp], final[kind, w][mu]) for w in beyond)
                 checks |= {
                     f"{claim} to {top}, within the standard error": falls(by_mu),
                     f"{claim} to {top}, within the error of paired differences": falls(by_mu, True),
                     f"{other} is worse from width {beyond[0]} on": behind,
                     f"{other} has stopped improving by {top}": report.stopped(by_sp),
                 }
-        last = {name: x[f.widths[-1]] for name, x in losses.items() if f.widths[-1] in x}
         summary.append(f"{kind}, {top}: {listing(last)}")
     return Finding(rows, fig, checks, "; ".join(summary))
 
@@ -204,53 +203,45 @@ def rank(suite: Suite, results: Results) -> Finding:
     """
     # Losses at 3 horizons are from the runs of 5, so VeLO, which is told the length of its run, and
     # Muon, which has a cosine, have not finished there. A diverged net has the loss of guessing.
-    runs, jobs = {1: 1, 3: 5, 5: 5}, {}  # horizons: length of the run
-    optimizers = suite.with_muon(*(f.task(w) for f in suite.families for w in f.columns))
+    runs, jobs, means = {1: 1, 3: 5, 5: 5}, {}, []  # horizons: length of the run
+    tested = [f.task(w) for f in suite.families for w in f.columns]
+    optimizers = suite.contenders() | suite.muon(*tested)
     names, columns = list(optimizers), list(product(runs, SIZES))
     for f, (t, size) in product(suite.families, columns):
         task, steps = f.task(f.columns[SIZES.index(size)]), runs[t] * suite.steps
         seeds = range(f.few_seeds)
         jobs[f, t, size] = [Job(c, task, steps, seeds=seeds) for c in optimizers.values()]
     results.run(chain(*jobs.values()), "rank")
-    by_kind = {}
     for (f, t, _), of_task in jobs.items():
         losses = torch.stack([final_loss(results.losses(job), t / runs[t]) for job in of_task])
         losses = losses.nan_to_num(guess(f.kind)).clamp_max(guess(f.kind))  # (optimizers, seeds)
-        by_kind.setdefault(f.kind, []).append(losses.mean(1))
-
-    def ranks_of(entrants: list[str]) -> dict[str, torch.Tensor]:
-        """By kind, the ranks among these optimizers, (columns, entrants)."""
-        chosen = [names.index(name) for name in entrants]
-        ranks = {k: torch.stack([report.ranked(x[chosen]) for x in y]) for k, y in by_kind.items()}
-        return {"all": torch.stack(list(ranks.values())).mean(0)} | ranks
-
-    ranks = ranks_of(names)
+        means.append(losses.mean(1))
+    means = torch.stack(means).unflatten(0, (-1, len(columns)))  # (kinds, columns, optimizers)
+    ranks, kinds = report.ranked(means), [f.kind for f in suite.families]
+    overall = ranks.mean(0)  # (columns, optimizers)
     rows = [["tasks", "optimizer", *(f"{t}x, {size}" for t, size in columns)]]
-    fig, axes = figure(len(ranks))
-    for ax, (kind, by_column) in zip(axes, ranks.items(), strict=True):
+    fig, axes = figure(1 + len(kinds))
+    for ax, kind, by_column in zip(axes, ["all", *kinds], [overall, *ranks], strict=True):
         for name, row in zip(names, by_column.T, strict=True):
             rows.append([kind, name, *(f"{x:.2f}" for x in row.tolist())])
-            for x in torch.arange(len(columns)).chunk(len(runs)):  # one line per horizon
-                line = report.style(name) | ({"label": ""} if x[0] else {})
-                ax.plot(x, row[x], "o-", **line)
+            ax.plot(row, "o-", **report.style(name))
         ax.set_xticks(range(len(columns)), [f"{t}x\n{size}" for t, size in columns], fontsize=6)
         ax.set(xlabel="horizons, size", ylabel="average rank", title=f"{kind} tasks")
         ax.invert_yaxis()
     axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)).set_in_layout(False)
     checks, summary = {}, []
     entrants = [name for name in names if not name.startswith("muon")]  # Muon is not in the paper
-    for (t, size), row in zip(columns, ranks_of(entrants)["all"].tolist(), strict=True):
-        for claim, claimed, sign in (
-            ("μLO_M and μVeLO_M have the two best average ranks", PAIRS.keys(), 1),
-            ("LO_M and VeLO_M have the two worst", PAIRS.values(), -1),
+    without_muon = report.ranked(means[..., [names.index(name) for name in entrants]]).mean(0)
+    for (t, size), row in zip(columns, without_muon.tolist(), strict=True):
+        for claim, best in (
+            ("μLO_M and μVeLO_M have the two best average ranks", set(PAIRS)),
+            ("LO_M and VeLO_M have the two worst", set(entrants) - set(PAIRS.values())),
         ):
-            inside, others = [], []
-            for name, x in zip(entrants, row, strict=True):
-                (inside if name in claimed else others).append(sign * x)
-            if inside and others:
-                checks[f"{claim}, {size}, after {t}x the horizon"] = max(inside) < min(others)
-    average = ranks["all"].view(len(runs), len(SIZES), -1).mean(1)  # (runs, optimizers)
-    for t, row in zip(runs, average, strict=True):
+            ahead = [x for name, x in zip(entrants, row, strict=True) if name in best]
+            behind = [x for name, x in zip(entrants, row, strict=True) if name not in best]
+            if ahead and behind:
+                checks[f"{claim}, {size}, after {t}x the horizon"] = max(ahead) < min(behind)
+    for t, row in zip(runs, overall.unflatten(0, (len(runs), -1)).mean(1), strict=True):
         text = listing(dict(zip(names, row, strict=True)), ".2f")
         summary.append(f"average rank after {t}x the horizon: {text}")
     return Finding(rows, fig, checks, "; ".join(summary))
@@ -263,18 +254,17 @@ def depth(suite: Suite, results: Results) -> Finding:
     deep MLP, LO_M diverges at once (figure 5).
     """
     sizes = {f: {d: f.task(f.base, d) for d in f.depths} for f in suite.families if f.depths}
-    final, curves, rows, fig = sweep(suite, results, suite.without_muon(), "depth", sizes)
+    final, curves, rows, fig = sweep(suite, results, suite.contenders(), "depth", sizes)
     checks, summary = {}, []
     for f in sizes:
-        kind, deepest, losses = f.kind, f.depths[-1], final[f.kind]
+        kind, deepest, last = f.kind, f.depths[-1], final[f.kind, f.depths[-1]]
         layers = f"{deepest} {'layers' if kind.endswith('mlp') else 'blocks'}"
-        last = {name: by_depth[deepest] for name, by_depth in losses.items()}
         for mu, sp in PAIRS.items():
-            if mu in last and sp in last:
+            if {mu, sp} <= last.keys():
                 claim = f"{kind}: {LABELS[mu]} is ahead of {LABELS[sp]} at {layers}"
                 checks[claim] = worse(last[sp], last[mu])
         for name in filter(PAIRS.get, last):
-            bound = min(1.05 * float(curves[kind][name].mean(1).min()), 0.9 * guess(kind))
+            bound = min(1.05 * float(curves[kind, deepest][name].mean(1).min()), 0.9 * guess(kind))
             claim = f"{kind}: {LABELS[name]} trains {layers}, and the loss does not rise"
             checks[claim] = float(last[name].mean()) <= bound
         summary.append(f"{kind}, {layers}: {listing(last)}")
@@ -289,20 +279,20 @@ def horizon(suite: Suite, results: Results) -> Finding:
     paper. Here, at a constant rate, updates of LOs shrink as 1/√t beyond the horizon (μVeLO_M: as
     t^-0.75; VeLO_M: not at all).
     """
-    runs = []
+    jobs = {}
     for f in suite.families:
-        runs += [(f, "constant", f.longest, f.few_seeds)] * bool(f.longest)
-        runs += [(f, "cosine", times, f.seeds) for times in f.horizons]
-    panels = [run for run in runs if run[2] == run[0].longest]
-    rows = [["kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]]
-    (fig, axes), checks, summary, jobs = figure(len(panels)), {}, [], {}
-    for f, schedule, times, n in runs:
-        args = f.task(f.base), times * suite.steps, schedule, range(n)
-        optimizers = suite.without_muon() if schedule == "constant" else suite.with_muon(args[0])
-        jobs[f, schedule, times, n] = {name: Job(c, *args) for name, c in optimizers.items()}
+        runs = [("constant", f.longest, f.few_seeds)] * bool(f.longest)
+        runs += [("cosine", times, f.seeds) for times in f.horizons]
+        for schedule, times, seeds in runs:
+            args = f.task(f.base), times * suite.steps, schedule, range(seeds)
+            optimizers = suite.contenders()
+            optimizers |= suite.muon(args[0]) if schedule == "cosine" else {}
+            jobs[f, schedule, times] = {name: Job(c, *args) for name, c in optimizers.items()}
     results.run(chain(*(by_name.values() for by_name in jobs.values())), "horizon")
-    for run, by_name in jobs.items():
-        f, schedule, times, _ = run
+    rows = [["kind", "schedule", "horizons", "optimizer", "loss", "stderr", "lowest"]]
+    (fig, axes), checks, summary = figure(sum(n == f.longest for f, _, n in jobs)), {}, []
+    panels = iter(axes)
+    for (f, schedule, times), by_name in jobs.items():
         curves = {name: results.losses(job) for name, job in by_name.items()}
         final = {name: final_loss(losses) for name, losses in curves.items()}
         for name, losses in curves.items():
@@ -314,12 +304,11 @@ def horizon(suite: Suite, results: Results) -> Finding:
         if schedule == "cosine" and {"mulo_m", "adamw"} <= final.keys():
             claim = f"{f.kind}: with cosine, μLO_M is level with AdamW after {times} horizons"
             checks[claim] = bool(final["mulo_m"].mean() <= 1.02 * final["adamw"].mean())
-        if run in panels:
-            ax, top = axes[panels.index(run)], guess(f.kind) / (2 if f.horizons else 1)
-            title = f"{f.task(f.base)}, {schedule}"
-            report.draw_curves(ax, curves, times, top, xlabel="horizons", title=title)
+        if times == f.longest:
+            labels = {"xlabel": "horizons", "title": f"{f.task(f.base)}, {schedule}"}
+            report.draw_curves(next(panels), f.kind, curves, times, **labels)
             summary.append(f"{f.kind}, {times} horizons, {schedule}: {listing(final)}")
-    axes[0].legend(fontsize=8)
+    max(axes, key=lambda ax: len(ax.lines)).legend(fontsize=8)  # Muon is in some panels only
     return Finding(rows, fig, checks, "; ".join(summary))
 
 
@@ -331,25 +320,24 @@ def coord(suite: Suite, results: Results) -> Finding:
     """
     first = suite.families[0]
     widths = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
-    optimizers = suite.without_muon()
+    optimizers = suite.contenders()
     steps = [t for t in PROBED if t < suite.steps]
-    tests = {(c, "width"): widths for c in optimizers.values()}
+    panels = [(c, "width", widths) for c in optimizers.values()]
     if "mulo_m" in optimizers and suite.scale == "desk":
         mine = optimizers["mulo_m"]
         lo = mine.lo.with_config(input_base=None)
         without = dataclasses.replace(mine, name="mulo_m without input rule", lo=lo)
         images = {n: f"{kind}_w{first.base}_d3_b64" for n, kind in IMAGES.items()}
-        tests |= {(c, "input size"): images for c in (mine, without)}
-    jobs = {
-        (c, against): [Job(c, x, suite.steps, seeds=range(3), probe_at=steps) for x in by.values()]
-        for (c, against), by in tests.items()
-    }
-    results.run(chain(*jobs.values()), "coord")
+        panels += [(c, "input size", images) for c in (mine, without)]
+    jobs = [
+        [Job(c, task, suite.steps, seeds=range(3), probe_at=steps) for task in by_size.values()]
+        for c, _, by_size in panels
+    ]
+    results.run(chain(*jobs), "coord")
     rows = [["optimizer", "against", "layer", "mean |slope|", *(f"t={t}" for t in steps)]]
-    (fig, axes), checks, worst_layer = figure(len(tests)), {}, {}
-    for ax, ((c, against), by_size) in zip(axes, tests.items(), strict=True):
-        probed = [results.activations(job) for job in jobs[c, against]]
-        sizes, worst = list(by_size), 0.0
+    (fig, axes), checks, worst_layer = figure(len(panels)), {}, {}
+    for ax, (c, against, by_size), of_panel in zip(axes, panels, jobs, strict=True):
+        probed, sizes, worst = [results.activations(job) for job in of_panel], list(by_size), 0.0
         for layer in probed[0]:
             drift = torch.tensor([[change for change, _ in x[layer]] for x in probed]).double()
             slopes = roles.slope(sizes, drift.T)  # (steps,)
@@ -378,7 +366,7 @@ def stability(suite: Suite, results: Results) -> Finding:
     for title, d, horizons in ((f"{deepest} layers", deepest, 1), ("5 horizons", 3, 5)):
         task, steps = first.task(first.base, d), horizons * suite.steps
         at = range(max(1, steps // 25), steps, max(1, steps // 25))
-        optimizers = suite.without_muon().values()
+        optimizers = suite.contenders().values()
         jobs[title] = [Job(c, task, steps, seeds=range(2), probe_at=at) for c in optimizers]
     results.run(chain(*jobs.values()), "stability")
     rows = [["task", "optimizer", "layer", "early", "late"]]
@@ -409,16 +397,15 @@ def distribution(suite: Suite, results: Results) -> Finding:
     μLO_M, meta-trained on three widths, generalizes better than μLO_S, meta-trained on one, and
     both better than LOs in SP (figure 3).
     """
-    first = suite.families[0]
-    widths = [w for w in first.widths if w <= 16 * first.base]
-    sizes, checks = {first: {w: first.task(w) for w in widths}}, {}
+    first, checks = suite.families[0], {}
+    sizes = {w: first.task(w) for w in first.widths if w <= 16 * first.base}
     optimizers = suite.contenders("mulo_m", "mulo_s", "lo_m", "lo_s")
-    final, _, rows, fig = sweep(suite, results, optimizers, "width", sizes)
-    last = {name: by_width[widths[-1]] for name, by_width in final[first.kind].items()}
+    final, _, rows, fig = sweep(suite, results, optimizers, "width", {first: sizes})
+    widest = max(sizes)
+    last = final[first.kind, widest]
     for a, b in (("mulo_m", "mulo_s"), ("mulo_s", "lo_s"), ("mulo_m", "lo_m")):
-        claim = f"{LABELS[a]} is ahead of {LABELS[b]} at width {widths[-1]}"
-        checks[claim] = worse(last[b], last[a])
-    return Finding(rows, fig, checks, f"{first.kind}, width {widths[-1]}: {listing(last)}")
+        checks[f"{LABELS[a]} is ahead of {LABELS[b]} at width {widest}"] = worse(last[b], last[a])
+    return Finding(rows, fig, checks, f"{first.kind}, width {widest}: {listing(last)}")
 
 
 def resnet(suite: Suite, results: Results) -> Finding:
@@ -427,31 +414,28 @@ def resnet(suite: Suite, results: Results) -> Finding:
     At every width from 128 to 2048 μLO_M ends below LO_M in train loss and in test loss, which is
     within 8% of the train loss (appendix).
     """
-    names, jobs = ("mulo_m", "lo_m"), {}
-    for (name, c), task in product(suite.contenders(*names).items(), suite.resnets):
-        job = Job(c, task, suite.steps, seeds=range(SEEDS), test=True)
-        jobs[name, tasks.get(task).width] = job
+    optimizers = suite.contenders("mulo_m", "lo_m")
+    jobs = {
+        (name, tasks.get(task).width): Job(c, task, suite.steps, seeds=range(SEEDS), test=True)
+        for (name, c), task in product(optimizers.items(), suite.resnets)
+    }
     results.run(jobs.values(), "resnet")
     train = {key: final_loss(results.losses(job)) for key, job in jobs.items()}
     test = {key: results.losses(job, "test")[-1] for key, job in jobs.items()}
     rows = [["optimizer", "width", "train loss", "stderr", "test loss", "its stderr"]]
     rows += [[*key, *mean_stderr(train[key]), *mean_stderr(test[key])] for key in jobs]
-    fig, axes = figure(len(names))
-    for ax, name in zip(axes, names, strict=True):
-        of_name = {w: job for (n, w), job in jobs.items() if n == name}
-        curves = {str(w): results.losses(job) for w, job in of_name.items()}
-        top = 1.2 * math.log(tasks.get(job.task).classes)
-        report.draw_curves(ax, curves, suite.steps, top, title=f"{LABELS[name]} (dashed: test)")
-        for line, job in zip(list(ax.lines), of_name.values(), strict=True):
-            x = results.losses(job, "test").mean(1)
-            ax.plot(torch.linspace(0, suite.steps, len(x)), x, "--", color=line.get_color())
-    axes[0].legend(title="width", fontsize=8)
-    top = list(jobs)[-1][1]
-    summary = f"train loss, width {top}: {listing({name: train[name, top] for name in names})}"
-    return Finding(rows, fig, report.resnet_checks(train, test), summary)
+    (fig, axes), kind = figure(2), tasks.get(suite.resnets[0]).kind
+    for ax, split, losses in zip(axes, ("train", "test"), (train, test), strict=True):
+        points = [[kind, *key, *mean_stderr(x)] for key, x in losses.items()]
+        report.draw_final(ax, kind, points, xlabel="width", title=f"{kind}, {split} loss")
+    axes[0].legend(fontsize=8)
+    widest = max(w for _, w in jobs)
+    last = {name: train[name, widest] for name in optimizers}
+    checks = report.resnet_checks(train, test)
+    return Finding(rows, fig, checks, f"train loss, width {widest}: {listing(last)}")
 
 
-ENTRANTS = [  # optimizer, schedule
+ENTRANTS = [  # of `transfer`: optimizer, schedule
     ("mulo_m", "constant"), ("mulo_m", "cosine2"), ("adamw", "constant"), ("muadam", "constant"),
     ("adamw_default", "constant"), ("adamw_oracle", "cosine"), ("muon", "warmup"),
     ("muon_oracle", "warmup"),
@@ -467,27 +451,25 @@ def transfer(suite: Suite, results: Results) -> Finding:
     cosine, at one rate for all tasks and tuned at every width, on nets up to width 256. Ranks are
     over the tasks that all have run.
     """
-    optimizers, jobs = suite.contenders(*dict(ENTRANTS)), {}
-    for (name, widths), (optimizer, schedule) in product(TRANSFER.items(), ENTRANTS):
-        for w in widths:
-            task, c = name.format(w), optimizers[optimizer]
-            if trains(optimizer, task, IN_TRANSFER):
-                jobs[task, optimizer, schedule] = Job(c, task, suite.steps, schedule, range(SEEDS))
+    optimizers = suite.contenders(*dict(ENTRANTS))
+    jobs = {
+        (task, entrant): Job(optimizers[entrant[0]], task, suite.steps, entrant[1], range(SEEDS))
+        for task, entrant in product(transfer_tasks(), ENTRANTS)
+        if trains(entrant[0], task, IN_TRANSFER)
+    }
     results.run(jobs.values(), "transfer")
-    final = {}
-    for (task, *entrant), job in jobs.items():
+    rows, by_task = [["task", "optimizer", "schedule", "loss", "stderr"]], {}
+    for (task, entrant), job in jobs.items():
         bound = guess(tasks.get(task).kind)
         loss = final_loss(results.losses(job)).nan_to_num(bound).clamp_max(bound)
-        final.setdefault(task, {})[tuple(entrant)] = loss
-    rows = [["task", "optimizer", "schedule", "loss", "stderr"]]
-    for task, losses in final.items():
-        rows += [[task, *entrant, *mean_stderr(x)] for entrant, x in losses.items()]
-    means = [{e: float(x.mean()) for e, x in losses.items()} for losses in final.values()]
+        rows.append([task, *entrant, *mean_stderr(loss)])
+        by_task.setdefault(task, {})[entrant] = float(loss.mean())
+    means = by_task.values()
 
     def average_ranks(entrants: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
         losses = [[x[e] for e in entrants] for x in means if x.keys() >= set(entrants)]
-        ranks = torch.stack([report.ranked(torch.tensor(x)) for x in losses])
-        return dict(zip(entrants, ranks.mean(0).tolist(), strict=True))
+        ranks = report.ranked(torch.tensor(losses)).mean(0)
+        return dict(zip(entrants, ranks.tolist(), strict=True))
 
     def ahead(a: tuple[str, str], b: tuple[str, str]) -> bool:
         """Whether a has the lower loss, by the mean of log ratios over the tasks of both."""
@@ -521,20 +503,19 @@ EXPERIMENTS = {experiment.__name__: experiment for experiment in EXPERIMENTS}
 
 def tune(suite: Suite, results: Results) -> None:
     """Tune the learning rates of baselines that are not tuned yet."""
-    runs = [(f.task(f.base), suite.steps, "constant") for f in suite.families]
-    for f in suite.families:
-        runs += [(f.task(f.base), n * suite.steps, "cosine") for n in f.horizons]
-    runs += [(name.format(w[0]), suite.steps, "constant") for name, w in TRANSFER.items()]
+    families, transfer = suite.families, transfer_tasks()
+    long = [(f.task(f.base), n * suite.steps) for f in families for n in f.horizons]
+    narrowest = [name.format(widths[0]) for name, widths in TRANSFER.items()]
+    runs = [(task, suite.steps) for task in (*(f.task(f.base) for f in families), *narrowest)]
+    runs += [(*run, "cosine") for run in long]
     tunings = [Tuning(name, *run) for name, run in product(evaluate.BASELINES, runs)]
-    transfer = [name.format(w) for name, widths in TRANSFER.items() for w in widths]
     tunings += [Tuning("adamw", task, suite.steps, "cosine", True) for task in transfer]
-    muon = [(task, 1, IN_TRANSFER) for task in transfer]
-    for f in suite.families:
-        muon += [(f.task(w), 1, MUON_WIDEST) for w in f.widths]
-        muon += [(f.task(f.base), n, MUON_WIDEST) for n in f.horizons]
-    for task, n, widest in muon:
+    muon = [(task, suite.steps, IN_TRANSFER) for task in transfer]
+    muon += [(f.task(w), suite.steps, MUON_WIDEST) for f in families for w in f.widths]
+    muon += [(*run, MUON_WIDEST) for run in long]
+    for task, steps, widest in muon:
         if trains("muon", task, widest):
-            tunings.append(Tuning("muon", task, n * suite.steps, "warmup", True, (5001,)))
+            tunings.append(Tuning("muon", task, steps, "warmup", True, (5001,)))
     missing = [tuning for tuning in tunings if not tuning.saved()]
     for tuning, values in results.execute(missing, "tuning"):
         tuning.save(values)

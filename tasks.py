@@ -311,8 +311,7 @@ class Task:
         """The data set. datasets.load documents where its files must be."""
         if self.own:
             return _own_data(self.own, device)
-        side = self.shape[-1]  # size that images are pooled to, or sequence length
-        data = datasets.load(self.dataset, None, device, side, self.split, seq_len=side)
+        data = datasets.load(self.dataset, None, device, self.shape[-1], self.split)
         if (data.shape, data.classes) != (self.shape, self.classes):
             got = f"{self.dataset} has inputs {data.shape} and {data.classes} classes"
             raise ValueError(f"{got}, but {self.name} takes {self.shape} and {self.classes}.")
@@ -441,10 +440,9 @@ def get(name: str, **changes) -> Task:
         raise ValueError(f"unknown task {name!r}: {example}.")
     if match[1] not in KINDS:
         raise ValueError(f"unknown kind {match[1]!r}: use one of {', '.join(KINDS)}.")
-    kind, width, depth = KINDS[match[1]], int(match[2]), int(match[3] or 18)
+    kind, width = KINDS[match[1]], int(match[2])
     resnet = kind.family == "resnet"
-    if not match[3] and not resnet:
-        raise ValueError(f"{name!r} has no depth: use {match[1]}_w{width}_d3.")
+    depth = int(match[3] or (18 if resnet else 0))
     name = f"{match[1]}_w{width}" + ("" if resnet else f"_d{depth}")
     fields = {"name": name, "width": width, "depth": depth} | DEEP.get(name, {})
     if match[4]:
@@ -456,7 +454,6 @@ def get(name: str, **changes) -> Task:
         fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
         fields = {"heads": HEADS.get(width) or next(fitting, 1)} | fields
     task = dataclasses.replace(kind, **(fields | changes))
-    task = dataclasses.replace(task, rules=tuple(task.rules))  # hashable, for the caches
     if resnet and (task.width % 32 or task.depth != 18):
         raise ValueError(f"{name}: a resnet's width is a multiple of 32, its depth 18.")
     width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1

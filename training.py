@@ -26,7 +26,7 @@ from mulo import LO, LOConfig, Stack, Weights, features, kernels, nets, tasks
 from mulo.features import Numbers, Phi, trailing
 from mulo.optimizees import datasets
 from mulo.optimizees.datasets import Batch
-from mulo.roles import ALL, group_options, layer_outputs, size_factor, weights_of
+from mulo.roles import group_options, layer_outputs, size_factor, weights_of
 from mulo.tasks import Theta
 
 State = dict  # of tensors (P, ...), possibly nested
@@ -152,9 +152,8 @@ class Adam:
         b1: Tensor | float = 0.9,
         b2: Tensor | float = 0.999,
         weight_decay: Tensor | float = 0.0,
-        eps: float = 1e-8,
     ):
-        self.groups, self.eps = task if isinstance(task, dict) else groups_of(task), eps
+        self.groups = task if isinstance(task, dict) else groups_of(task)
         numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (lr, b1, b2, weight_decay)]
         self.numbers = torch.stack([x.expand_as(numbers[0]) for x in numbers])  # (4, P)
 
@@ -173,7 +172,7 @@ class Adam:
             m.lerp_(g, 1 - b1)
             v.mul_(b2).addcmul_(g, g * (1 - b2))
             p.mul_(shrink)
-            p.sub_(rate * self.groups[name]["scale"] * m / ((v.sqrt() / root).add_(self.eps)))
+            p.sub_(rate * self.groups[name]["scale"] * m / ((v.sqrt() / root).add_(1e-8)))
 
 
 def orthogonalise(d: Tensor) -> Tensor:
@@ -236,7 +235,6 @@ def train(
     schedule: Callable[[int], float] | None = None,  # t -> factor on lr; no annealing
     device: str = "cpu",
     callback: Callable[[int, Theta], None] | None = None,  # before every step and after the last
-    num_steps: int | None = None,  # length of the run for VeLO, if not `steps`
     data_seeds: list[int] | None = None,  # of batches; None: continue with the init generators
 ) -> Tensor:
     """Train `copies` nets from each seed. Returns losses of shape (steps, copies * seeds).
@@ -255,20 +253,18 @@ def train(
             optimizer = optimizer.with_config(anneal=0.0)
         opt = Learned(optimizer.config, task, device)
         phi = {k: w.to(device) for k, w in mulo.stacked(optimizer).items()}
-        state = opt.init(theta, phi, torch.full((P,), float(num_steps or steps)))
+        state = opt.init(theta, phi, torch.full((P,), float(steps)))
         weights = opt.prepare(phi)
     else:
         opt = optimizer(task)
         state = opt.init(theta)
-    history = torch.full((steps, P), math.nan, device=device)
+    history = torch.empty(steps, P, device=device)
     for t in range(steps):
         if callback:
             callback(t, theta)
         batch = batches(data, generators, task.batch_size, copies)
         losses, grads = gradients(task, theta, batch)
         history[t] = losses
-        if t % 50 == 49 and not callback and not history[t - 49 : t + 1].isfinite().any():
-            break  # all diverged
         lr = schedule(t) if schedule else 1.0
         if isinstance(opt, Adam):
             opt.step(state, theta, grads, t, lr)
@@ -284,21 +280,18 @@ def batches(data, generators: list[torch.Generator], size: int, copies: int = 1)
     return tuple(torch.cat([x] * copies) for x in data.batch(generators, size))
 
 
-def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, list[dict]]:
-    """A callback for `train`, and the list of its records, one per probed step: for each layer, the
-    standard deviation of the change of its pre-activations y on 64 inputs, and mean |y|."""
+def probe(task: tasks.Task, steps: Sequence[int], device: str) -> tuple[Callable, dict]:
+    """A callback for `train`, and its records by step and layer: the standard deviation of the
+    change of the layer's pre-activations y on 64 inputs, and mean |y|. For MLPs."""
     x = task.data(device=device).batch([torch.Generator().manual_seed(123)], 64)[0][0]
-    first, records = {}, []
+    first, records = {}, {}
 
     def callback(t: int, theta: Theta) -> None:
-        if t and t not in steps:
-            return
-        record, inputs = {}, x.expand(len(next(iter(theta.values()))), *x.shape)
-        for name, y in layer_outputs(task.skeleton(), inputs, theta).items():
-            change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
-            record[name] = tuple(float(f"{v:.5g}") for v in (change, y.abs().mean()))
-        if t:
-            records.append(record)
+        if t in (0, *steps):
+            inputs = x.expand(len(next(iter(theta.values()))), *x.shape)
+            for name, y in layer_outputs(task.skeleton(), inputs, theta).items():
+                change = (y - first.setdefault(name, y)).flatten(1).std(1).mean()
+                records[t, name] = [float(f"{v:.5g}") for v in (change, y.abs().mean())]
 
     return callback, records
 
@@ -308,16 +301,15 @@ def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable
     test examples, (P,), at up to TEST_TIMES evenly spaced steps and at the end."""
     test = dataclasses.replace(task, split="test").data(device=device)
     sample = datasets.fixed_sample(test, TEST_SIZE)
-    chunks, n = list(zip(*(x.split(100) for x in sample), strict=True)), len(sample[0])
+    chunks = list(zip(*(x.split(100) for x in sample), strict=True))
     times, records = {k * steps // TEST_TIMES for k in range(TEST_TIMES + 1)}, []
 
     def callback(t: int, theta: Theta) -> None:
         if t in times:
-            P, sums = len(next(iter(theta.values()))), []
-            for chunk in chunks:
-                losses = task.losses(theta, tuple(x.expand(P, *x.shape) for x in chunk))
-                sums.append(losses * len(chunk[0]))
-            records.append(torch.stack(sums).sum(0).cpu() / n)
+            P = len(next(iter(theta.values())))
+            batches = (tuple(x.expand(P, *x.shape) for x in chunk) for chunk in chunks)
+            sums = [task.losses(theta, batch) * batch[0].shape[1] for batch in batches]
+            records.append(torch.stack(sums).sum(0).cpu() / len(sample[0]))
 
     return callback, records
 
@@ -326,11 +318,6 @@ def final_loss(losses: Tensor, share: float = 1.0) -> Tensor:
     """The final loss of each net: the mean over the last tenth of the first `share` of a run."""
     losses = losses[: max(1, round(share * len(losses)))]
     return losses[-max(1, len(losses) // 10) :].mean(0)
-
-
-def with_rules(task: tasks.Task, mu: bool) -> tasks.Task:
-    """The same task in μP or in SP."""
-    return dataclasses.replace(task, rules=ALL if mu else ())
 
 
 def keep_freed_memory() -> None:

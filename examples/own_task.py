@@ -1,7 +1,7 @@
 """A task of your own: a regression with squared loss. tasks.py documents the parts.
 
-python examples/own_task.py                         # meta-train on it; takes metatrain.py's flags
-python examples/own_task.py evaluate tune sines     # tune the baselines; then compare:
+python examples/own_task.py                            # meta-train on it; metatrain.py's flags
+python examples/own_task.py evaluate tune sines_w64_d3 # tune the baselines; then compare:
 python examples/own_task.py evaluate task sines_w256_d3 --optimizers mulo_m adamw
 """
 

@@ -53,45 +53,35 @@ Batch = tuple[Tensor, ...]
 Generators = torch.Generator | Sequence[torch.Generator]
 
 
-def draw(n: int, generator: Generators, size: int) -> Tensor:
-    """Indices below n, (size,); with several generators (len, size)."""
-    if not isinstance(generator, torch.Generator):
-        return torch.stack([draw(n, g, size) for g in generator])
-    return torch.randint(n, (size,), generator=generator, device=generator.device)
-
-
 class Examples:
-    """A finite data set, whose `take` gives the batch of indices (size,) or (len, size)."""
+    """A data set: `draw` draws the random numbers of a batch, `take` makes the batch from them."""
+
+    def draw(self, generator: torch.Generator, size: int) -> Batch:
+        device = generator.device
+        return (torch.randint(len(self), (size,), generator=generator, device=device),)
 
     def batch(self, generator: Generators, size: int) -> Batch:
-        return self.take(draw(len(self), generator, size))
-
-
-def _place(x: Tensor, device: torch.device) -> Tensor:
-    """Move x to the device, unless it would take more than half of a GPU's free memory."""
-    fits = device.type != "cuda" or x.nbytes < torch.cuda.mem_get_info(device)[0] / 2
-    return x.to(device) if fits else x
+        """A tuple of tensors (size, ...); with several generators (len, size, ...)."""
+        if isinstance(generator, torch.Generator):
+            return self.take(*self.draw(generator, size))
+        draws = zip(*(self.draw(g, size) for g in generator), strict=True)
+        return self.take(*map(torch.stack, draws))
 
 
 @dataclasses.dataclass
 class Images(Examples):
-    """Labelled images, stored as bytes; batches are normalized, (x - mean) / std.
-
-    If x does not fit on the device it stays on the CPU, where it may be a memory-mapped file;
-    batches are then gathered on the CPU and moved.
-    """
+    """Labelled images, stored as bytes; batches are normalized, (x - mean) / std."""
 
     x: Tensor  # (N, C, H, W) uint8
     y: Tensor  # (N,) int64
     classes: int
     mean: Sequence[float]  # (C,), of the pixels 0..255
     std: Sequence[float]  # (C,)
-    device: torch.device | str = "cpu"  # of the batches
+    device: torch.device | str = "cpu"
 
     def __post_init__(self):
-        self.device = torch.device(self.device)
         self.shape = tuple(self.x.shape[1:])  # (C, H, W)
-        self.x, self.y = _place(self.x.contiguous(), self.device), self.y.to(self.device)
+        self.x, self.y = self.x.contiguous().to(self.device), self.y.to(self.device)
         mean, std = (torch.tensor(v, device=self.device) for v in (self.mean, self.std))
         area = math.prod(self.shape[1:])
         self._scale = (1 / std).repeat_interleave(area)  # (C H W,)
@@ -102,15 +92,13 @@ class Images(Examples):
 
     def take(self, i: Tensor) -> Batch:
         """x ([len,] size, C, H, W) float32 and y ([len,] size)."""
-        rows = self.x.view(len(self), -1).index_select(0, send(i.flatten(), self.x.device))
-        x = torch.addcmul(self._shift, send(rows, self.device), self._scale)  # (n, C H W) float32
-        return x.view(*i.shape, *self.shape), self.y[send(i, self.device)]
+        i = send(i, self.device)
+        rows = self.x.view(len(self), -1).index_select(0, i.flatten())  # (n, C H W) uint8
+        x = torch.addcmul(self._shift, rows, self._scale)
+        return x.view(*i.shape, *self.shape), self.y[i]
 
     def pool(self, size: int) -> Images:
         """The same images averaged down to size x size; mean and std do not change."""
-        largest = min(self.shape[1:])
-        if not 1 <= size <= largest:
-            raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {largest}.")
         parts = [F.adaptive_avg_pool2d(x.float(), size).round_().byte() for x in self.x.split(8192)]
         return dataclasses.replace(self, x=torch.cat(parts))
 
@@ -126,14 +114,13 @@ class Tokens(Examples):
     data: Tensor  # (T,), or (N, seq_len + 1) padded with -1; any integer dtype
     classes: int  # the vocabulary size
     seq_len: int
-    device: torch.device | str = "cpu"  # of the batches
+    device: torch.device | str = "cpu"
 
     def __post_init__(self):
         n, width = self.data.shape[-1], self.seq_len + 1
         if n < width:
             raise ValueError(f"{n} tokens are too few for seq_len={self.seq_len}: get more text.")
-        self.device, self.shape = torch.device(self.device), (self.seq_len,)
-        self.data = _place(self.data, self.device)
+        self.shape, self.data = (self.seq_len,), self.data.to(self.device)
         # (N, seq_len + 1); for a long text, a view of all its windows, without a copy
         self._rows = self.data if self.data.ndim == 2 else self.data.unfold(0, width, 1)
 
@@ -142,13 +129,13 @@ class Tokens(Examples):
 
     def take(self, i: Tensor) -> Batch:
         """tokens, targets and mask, ([len,] size, seq_len) each."""
-        rows = send(self._rows[send(i, self.data.device)], self.device).long()  # (..., seq_len + 1)
+        rows = self._rows[send(i, self.device)].long()  # ([len,] size, seq_len + 1)
         tokens, targets = rows[..., :-1], rows[..., 1:]
         return tokens.clamp_min(0), targets.clamp_min(0), targets >= 0
 
 
 @dataclasses.dataclass
-class Teacher:
+class Teacher(Examples):
     """A procedural data set: x_k ~ N(0, s_k^2), y ~ softmax(6 MLP(x)).
 
     s_k is proportional to k^-alpha, with mean(s^2) = 1. The MLP has two hidden tanh layers and
@@ -176,16 +163,14 @@ class Teacher:
             x = torch.tanh(x @ w)
         return torch.log_softmax(6.0 * (x @ self._weights[-1]), -1)
 
-    def batch(self, generator: Generators, size: int) -> Batch:
-        """x ([len,] size, dim) float32 and y ([len,] size)."""
-        if not isinstance(generator, torch.Generator):
-            batches = [self.batch(g, size) for g in generator]
-            return tuple(map(torch.stack, zip(*batches, strict=True)))
+    def draw(self, generator: torch.Generator, size: int) -> Batch:
         z = torch.randn(size, self.dim, generator=generator, device=generator.device)
-        e = z.new_empty(size, self.classes).exponential_(generator=generator)
+        return z, z.new_empty(size, self.classes).exponential_(generator=generator)
+
+    def take(self, z: Tensor, e: Tensor) -> Batch:
+        """x ([len,] size, dim) float32 and y ([len,] size), by the Gumbel trick."""
         x = send(z, self.device) * self.std
-        y = (self.log_probs(x) - send(e, self.device).log()).argmax(-1)  # by the Gumbel trick
-        return x, y
+        return x, (self.log_probs(x) - send(e, self.device).log()).argmax(-1)
 
 
 def fixed_sample(data: Images | Tokens | Teacher, size: int) -> Batch:
@@ -205,12 +190,11 @@ def load(
     device: torch.device | str = "cpu",
     size: int | None = None,
     split: str = "all",
-    seq_len: int = 64,
 ) -> Images | Tokens | Teacher:
     """Load a data set by name.
 
     - fashion10k: Fashion-MNIST's 10,000 *test* images, which are in the repository.
-    - pixels: fashion10k as a language: a start token, then seq_len pixels of 16 grey levels.
+    - pixels: fashion10k as a language: a start token, then `size` pixels of 16 grey levels.
     - teacher...: procedural, see TEACHERS.
     - text:<path>: any file, as bytes. A relative path may also be relative to data_dir.
     - cifar10, cifar10k (its first 10,000 training images), imagenet32, imagenet64, lm1b: in
@@ -218,7 +202,8 @@ def load(
       tokenized, at first use.
 
     If a data set has test files, "all" is "train". Else "all" is both splits, and "test" is the
-    last 2,000 images or the last tenth of a text. `size` pools images; `seq_len` is for text.
+    last 2,000 images or the last tenth of a text. Images are pooled to `size`; for text it is the
+    length of the sequences (default: 64).
     """
     kind, _, path = name.partition(":")
     known = [*IMAGES, "lm1b", *(f"teacher{k}" for k in TEACHERS)]
@@ -227,7 +212,7 @@ def load(
     if split not in ("all", "train", "test"):
         raise ValueError(f"{name} has no split {split!r}: use all, train or test.")
     root = Path(data_dir or os.environ.get("MULO_DATA") or "data").expanduser()
-    test = split == "test"
+    test, seq_len = split == "test", size or 64
     if kind.startswith("teacher"):
         return Teacher(**TEACHERS[kind.removeprefix("teacher")], device=device)
     if kind == "text":
@@ -345,10 +330,8 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     if len(models) != 1:
         fix = "put one sentencepiece model of 32,000 pieces there"
         raise FileNotFoundError(f"lm1b: {folder} has {len(models)} files *.model: {fix}.")
-    try:
-        import sentencepiece
-    except ImportError:
-        raise OSError("lm1b needs sentencepiece: pip install sentencepiece.") from None
+    import sentencepiece  # here, because it is an optional package
+
     content = models[0].read_bytes()
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
 

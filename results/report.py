@@ -41,14 +41,14 @@ def listing(values: dict[str, float | Tensor], digits: str = ".3f") -> str:
     return ", ".join(f"{x} {text.replace('nan', 'diverged')}" for x, text in texts.items())
 
 
-def style(name: str, color: str = "0.4") -> dict:
-    """Label and colour of an optimizer in figures; `color` is for names without one."""
-    return {"label": LABELS.get(name, name), "color": COLOURS.get(name, color)}
+def style(name: str) -> dict:
+    """Label and colour of an optimizer in figures; None is the next colour of the figure."""
+    return {"label": LABELS.get(name, name), "color": COLOURS.get(name)}
 
 
 def guess(kind: str) -> float:
     """The loss of uniform guessing."""
-    return math.log(tasks.get(f"{kind}_w8_d3").classes)
+    return math.log(tasks.KINDS[kind].classes)
 
 
 def falls(losses: list[Tensor], paired: bool = False) -> bool:
@@ -76,8 +76,9 @@ def worse(a: Tensor, b: Tensor) -> bool:
 
 
 def ranked(x: Tensor) -> Tensor:
-    """Ranks from 1; ties share their mean rank."""
-    return 1 + (x < x[:, None]).sum(1) + ((x == x[:, None]).sum(1) - 1) / 2
+    """Ranks from 1 along the last dimension; ties share their mean rank."""
+    other = x.unsqueeze(-1)
+    return 1 + (x.unsqueeze(-2) < other).sum(-1) + ((x.unsqueeze(-2) == other).sum(-1) - 1) / 2
 
 
 def resnet_checks(train: dict[tuple, Tensor], test: dict[tuple, Tensor]) -> dict[str, bool]:
@@ -111,53 +112,41 @@ def size_axis(ax, sizes: list[int]) -> None:
     ax.minorticks_off()
 
 
-def limit_loss(ax, top: float) -> None:
-    """End the y axis at `top`, below diverged losses."""
-    low = min((y for line in ax.lines for y in line.get_ydata() if y < top), default=0.0)
-    ax.set_ylim(low - 0.05 * (top - low), top)
+def limit_loss(ax, kind: str) -> None:
+    """End the y axis below losses far above guessing, as of diverged nets."""
+    top = 1.2 * guess(kind)
+    losses = [y for line in ax.lines for y in line.get_ydata() if y < top] or [0.0, top]
+    ax.set_ylim(min(losses) - 0.05, max(losses) + 0.05)
 
 
-def draw_final(
-    ax, losses: dict[str, dict[int, Tensor]], top: float, xlabel: str, title: str
-) -> None:
-    """Draw final losses, {name: {size: (seeds,)}}; a cross at the top where a net diverged."""
-    for k, (name, by_size) in enumerate(losses.items()):
-        sizes = list(by_size)
-        means, errors = zip(*map(mean_stderr, by_size.values()), strict=True)
-        line = style(name, f"C{k}")
-        ax.errorbar(sizes, means, errors, marker="o", ms=4, capsize=2, **line)
-        diverged = [size for size, mean in zip(sizes, means, strict=True) if math.isnan(mean)]
-        heights = [(0.98 - 0.02 * k) * top] * len(diverged)
-        ax.plot(diverged, heights, "x", color=line["color"])
-    size_axis(ax, sorted({size for by_size in losses.values() for size in by_size}))
-    ax.set(xlabel=xlabel, ylabel="final loss", title=title)
-    limit_loss(ax, top)
+def draw_final(ax, kind: str, rows: list[list], **settings) -> None:
+    """Draw final losses from the table of an experiment, whose rows are kind, optimizer, size, mean
+    and standard error."""
+    rows = [row for row in rows if row[0] == kind]
+    for name in dict.fromkeys(row[1] for row in rows):
+        x, y, error = zip(*(row[2:] for row in rows if row[1] == name), strict=True)
+        ax.errorbar(x, y, error, marker="o", ms=4, capsize=2, **style(name))
+    size_axis(ax, sorted({row[2] for row in rows}))
+    ax.set(ylabel="final loss", **settings)
+    limit_loss(ax, kind)
 
 
-def draw_curves(ax, curves: dict[str, Tensor], until: float, top: float, **settings) -> None:
+def draw_curves(ax, kind: str, curves: dict[str, Tensor], until: float, **settings) -> None:
     """Draw mean training curves over seeds; the last point is at `until`."""
-    for k, (name, losses) in enumerate(curves.items()):
+    for name, losses in curves.items():
         times = torch.arange(1, len(losses) + 1) * until / len(losses)
-        ax.plot(times, losses.mean(1), **style(name, f"C{9 - k}"))
+        ax.plot(times, losses.mean(1), **style(name))
     ax.set(**({"xlabel": "step", "ylabel": "loss"} | settings))
-    limit_loss(ax, top)
+    limit_loss(ax, kind)
 
 
 def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> None:
     """Draw README's picture; `widest` is the width of the widest net in meta-training."""
     fig, (left, right) = figure(2)
-    kind = width.rows[1][0]
-    for name in ("mulo_m", "lo_m", "adamw", "muadam"):
-        if rows := [row for row in width.rows if row[:2] == [kind, name]]:
-            x, y, error = ([row[k] for row in rows] for k in (2, 3, 4))  # width, loss, stderr
-            line = "-" if name.endswith("_m") else "--"
-            left.errorbar(x, y, error, capsize=2, ls=line, **style(name))
+    kind, title = width.rows[1][0], "wider than meta-trained"
+    rows = [row for row in width.rows if row[1] in ("mulo_m", "lo_m", "adamw", "muadam")]
+    draw_final(left, kind, rows, xlabel="width of the net", title=f"{kind}: {title}")
     left.axvspan(left.get_xlim()[0], widest, color="0.93", zorder=0, label="meta-trained")
-    size_axis(left, sorted({row[2] for row in width.rows if row[0] == kind}))
-    left.set(xlabel="width of the net", ylabel="final loss, 500 steps", yscale="log")
-    left.set(title=f"{kind}: wider than meta-trained")
-    left.set_yticks([0.5, 1, 2], ["0.5", "1", "2"])
-    left.minorticks_off()
     left.legend(fontsize=8)
     slopes = {}
     for name, against, _, slope, *_ in coord.rows:
@@ -167,7 +156,7 @@ def draw_picture(width: Finding, coord: Finding, widest: int, path: Path) -> Non
         places = [x + 0.8 * (k + 0.5) / len(bars) - 0.4 for k in range(len(bars))]
         right.bar(places, bars, 0.7 / len(bars), color=style(name)["color"])
     right.axhline(0.1, color="k", lw=0.8, ls=":")
-    right.set_xticks(range(len(slopes)), [LABELS.get(name, name) for name in slopes], fontsize=8)
+    right.set_xticks(range(len(slopes)), [style(name)["label"] for name in slopes], fontsize=8)
     right.set(title="Coordinate check (one bar per layer)")
     right.set(ylabel="|slope| of log drift over log width")
     write_atomically(path, lambda file: fig.savefig(file, dpi=120))

@@ -72,9 +72,9 @@ def test_smoke(tiny, name, folder):
 def test_muon_is_left_out_of_wide_nets(monkeypatch):
     monkeypatch.setattr(paper, "MUON_WIDEST", 8)
     narrow, wide, vit = MLPS.task(8), MLPS.task(16), VITS.task(8)
-    others = ["mulo_m", "lo_m", "adamw"]
-    assert list(SUITE.with_muon(narrow, vit)) == [*others, "muon", "muon_oracle"]
-    assert list(SUITE.with_muon(narrow, wide)) == list(SUITE.without_muon()) == others
+    assert list(SUITE.muon(narrow, vit)) == ["muon", "muon_oracle"]
+    assert SUITE.muon(narrow, wide) == {}
+    assert list(SUITE.contenders()) == ["mulo_m", "lo_m", "adamw"]
 
 
 def test_any_optimizers_may_be_left_out(tiny, folder):

@@ -18,9 +18,9 @@ from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import mulo
-from mulo import checkpoints, kernels, tasks
+from mulo import checkpoints, kernels, roles, tasks
 from mulo.evaluate import exit_with_message, schedule_of
-from mulo.training import final_loss, train, with_rules
+from mulo.training import final_loss, train
 
 VALIDATION = (  # task, steps, schedule: only for choosing among recipes and meta-training seeds
     ("fashion8_mlp_w96_d2", 500, "constant"), ("fashion8_mlp_w96_d2", 2500, "constant"),
@@ -39,17 +39,14 @@ def validate(path: Path, device: str = "cpu") -> dict:
     if recipe is None or recipe["scale"] != "desk":
         raise ValueError(f"{path} was not meta-trained at desk scale, so it cannot be validated.")
     for name, steps, schedule in VALIDATION:
-        task, rate = with_rules(tasks.get(name), recipe["mup"]), schedule_of(schedule, steps)
+        task = tasks.get(name, rules=roles.ALL if recipe["mup"] else ())
+        rate = schedule_of(schedule, steps)
         losses = final_loss(train(task, lo, steps, SEEDS, schedule=rate, device=device))
         losses = losses.nan_to_num(nan=task.loss_bound).clamp_max(task.loss_bound)
         scores[f"{name}, {steps} steps, {schedule}"] = float(losses.mean())
     record = {"seed": recipe["seed"], "validation": geometric_mean(scores.values())}
-    record |= {"scores": scores, "sha256_of_run": sha256(path)}
-    return record | {k: about[k] for k in ("meta_loss", "minutes", "commit", "command")}
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    record |= {k: about[k] for k in ("meta_loss", "minutes", "commit", "command")}
+    return record | {"scores": scores}
 
 
 HEAD = "| name | seed | | validation | meta-loss | minutes | commit | command |"
@@ -61,7 +58,7 @@ def write_record() -> None:
     introduction = path.read_text().partition(HEAD)[0] if path.exists() else ""
     for file in sorted(checkpoints.SHIPPED.glob("*.pt")):
         about = mulo.load(file).about
-        digests += f"{sha256(file)}  {file.name}\n"
+        digests += f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n"
         for run in sorted(json.loads(about.get("chosen_among", "[]")), key=lambda run: run["seed"]):
             mark = "shipped" if run["seed"] == about["recipe"]["seed"] else ""
             row = file.stem, run["seed"], mark, f"{run['validation']:.4f}"
