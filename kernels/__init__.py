@@ -303,10 +303,9 @@ def start_build(config) -> threading.Thread:
 @functools.cache
 def library(hidden: int, layers: int, inputs: int) -> ctypes.CDLL:
     """Load cpu.cpp compiled for one network shape, from the cache if it is there."""
-    installed = filter(None, map(shutil.which, ("g++", "clang++", "c++")))
-    compiler = shlex.split(os.environ.get("CXX", "")) or list(installed)[:1]
-    if not compiler:
-        raise OSError("there is no C++ compiler: install g++")
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if not shutil.which(compiler[0]):
+        raise OSError(f"there is no C++ compiler {compiler[0]}: install g++")
     march = MARCH.get(torch.backends.cpu.get_cpu_capability(), ["-DWIDTH=4"])
     shape = f"-DHIDDEN={hidden}", f"-DLAYERS={layers}", f"-DFEATURES={inputs}"
     command = [*compiler, *FLAGS, *march, *shape]

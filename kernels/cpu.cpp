@@ -22,7 +22,6 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -514,17 +513,10 @@ static double cost(const Row *t, int count = 1) {  // about the number of multip
 // Call f(team) in as many threads as the work is for, at most `threads`
 template <class F> static void together(double work, int threads, F f) {
     Team::Shared shared;
-    std::atomic<int> size{0};  // of the team: known once all threads have been started
-    auto run = [&] {
-        while (!size) std::this_thread::yield();
-        f(Team{size, &shared});
-    };
+    const int size = std::clamp<double>(work, 1, threads);
     std::vector<std::thread> others;
-    try {
-        for (int i = 2; i <= std::min<double>(threads, work); i++) others.emplace_back(run);
-    } catch (const std::system_error &) {}  // no more threads: those that started do the work
-    size = others.size() + 1;
-    run();
+    for (int i = 1; i < size; i++) others.emplace_back([&] { f(Team{size, &shared}); });
+    f(Team{size, &shared});
     for (std::thread &other : others) other.join();
 }
 
