@@ -227,10 +227,6 @@ class MuLO(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         given = dict(param_group)
-        params = param_group.get("params")
-        first = params[0] if isinstance(params, list) and params else params
-        if isinstance(first, Tensor) and first.is_cpu and self.backend in ("auto", "kernel"):
-            kernels.start_build(self.lo.config)  # compiles while torch's lazy imports run
         super().add_param_group(param_group)
         try:
             roles.check_group(self.param_groups[-1])

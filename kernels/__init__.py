@@ -23,7 +23,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -97,8 +96,6 @@ def refusal(config, device: torch.device) -> str | None:
     if device.type == "meta":
         return None
     try:
-        if device.type == "cpu":
-            start_build(config).join()
         error = self_check(config, device)
     except torch.OutOfMemoryError:
         raise
@@ -284,20 +281,6 @@ FLAGS = """-O3 -std=c++17 -shared -fPIC -pthread -fno-math-errno -fno-trapping-m
 -ffp-contract=fast""".split()
 # Not -march=native: machines with different CPUs may share a home folder and the cache in it.
 MARCH = {"AVX512": ("-march=skylake-avx512", "-DWIDTH=16"), "AVX2": ("-march=haswell", "-DWIDTH=8")}
-
-
-@functools.cache
-def start_build(config) -> threading.Thread:
-    """Call `library` in the background. Its first user waits, and calls it again if it failed."""
-
-    def run() -> None:
-        if config.hidden_layers <= MAX_LAYERS and config.hidden_size <= MAX_SIZE:
-            with contextlib.suppress(Exception):
-                library(config.hidden_size, config.hidden_layers, config.num_features)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
 
 
 @functools.cache

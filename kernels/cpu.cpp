@@ -192,8 +192,7 @@ static inline void outputs(const float *w, const Vec (*x)[NV], Vec (*y)[NV], int
 
 template <int N, int M, bool Relu, class B>
 static inline void layer(const float *w, const Vec (*x)[NV], Vec (*y)[NV], B bias) {
-    if constexpr (M >= GROUP)
-        for (int j = 0; j + GROUP <= M; j += GROUP) outputs<N, M, GROUP, Relu>(w, x, y, j, bias);
+    for (int j = 0; j + GROUP <= M; j += GROUP) outputs<N, M, GROUP, Relu>(w, x, y, j, bias);
     if constexpr (M % GROUP != 0) outputs<N, M, M % GROUP, Relu>(w, x, y, M / GROUP * GROUP, bias);
 }
 

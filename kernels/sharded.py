@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mulo import features
-
-T = TypeVar("T")
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -53,7 +51,7 @@ class Means(NamedTuple):
         return known
 
 
-def replay(functions: dict[int, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[int, T]]:
+def replay(functions: dict[int, tuple[Callable, Shards | None]]) -> Iterator[tuple[int, Any]]:
     """Yield (key, result) of each function as it completes. Shards is None: not sharded."""
     waiting = {k: (f, shards, []) for k, (f, shards) in functions.items() if shards}
     yield from ((k, f()) for k, (f, shards) in functions.items() if not shards)

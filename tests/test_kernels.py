@@ -257,7 +257,7 @@ def test_nan_parameters_stay_nan(backend):
 @pytest.fixture
 def unchecked():
     """No kernel has been checked, none is loaded."""
-    caches = kernels.choose, kernels.library, kernels.start_build
+    caches = kernels.choose, kernels.library
     for cached in caches:
         cached.cache_clear()
     yield
@@ -294,19 +294,6 @@ def test_a_library_is_built_once_and_rebuilt_when_damaged(fresh):
     assert [process.wait() for process in both] == [0, 0]
     assert [file] == list(fresh.iterdir())
     assert file.stat().st_size == len(content)
-
-
-def test_the_build_starts_with_the_optimizer(fresh):
-    """Once, in the background, for parameters on a CPU."""
-    lo, p = mulo.SmallFC(SMALL), nn.Parameter(torch.ones(3))
-    mulo.MuLO([nn.Parameter(torch.ones(3, device="meta"))], lo)
-    mulo.MuLO([p], lo, backend="folded")
-    assert kernels.start_build.cache_info().currsize == 0
-    for _ in range(2):
-        mulo.MuLO([p], lo)
-    assert kernels.start_build.cache_info().currsize == 1
-    kernels.start_build(SMALL).join()
-    assert len(list(fresh.iterdir())) == 1
 
 
 def test_without_a_compiler_it_is_folded_with_a_warning(fresh, monkeypatch):
