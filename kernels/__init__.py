@@ -35,7 +35,6 @@ from mulo.features import Accumulators, Dims, Numbers, Phi, Rates
 from mulo.kernels import folded
 
 BACKENDS, CHOICES = ("auto", "kernel", "folded", "literal"), "auto, kernel, folded or literal"
-MAX_LAYERS, MAX_SIZE = 3, 128  # hidden layers, and units per layer on CPUs
 TOLERANCE = 1e-5  # of the self-check, relative to the largest update
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters; kernels get float32
 ROW = np.dtype(  # `struct Row` of cpu.cpp
@@ -86,11 +85,11 @@ def choose(backend: str, config, device: torch.device) -> str:
 def refusal(config, device: torch.device) -> str | None:
     """Why the kernel cannot run, or None."""
     expected = {"small_fc": 39, "velo": 30, "velo_paper": 29}[config.feature_set]
-    max_size = 64 if device.type == "cuda" else MAX_SIZE
+    max_layers, max_size = 3, 64 if device.type == "cuda" else 128  # units per layer
     if config.num_features != expected:
         return f"it supports {expected} features, not {config.num_features}"
-    if config.hidden_layers > MAX_LAYERS or config.hidden_size > max_size:
-        return f"it supports up to {MAX_LAYERS} hidden layers of up to {max_size} units"
+    if config.hidden_layers > max_layers or config.hidden_size > max_size:
+        return f"it supports up to {max_layers} hidden layers of up to {max_size} units"
     if device.type not in LAUNCH:
         return "there are kernels for CPUs and CUDA only"
     if device.type == "meta":

@@ -536,13 +536,13 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
             columns.append(np.broadcast_arrays(np.repeat(np.arange(len(A)), counts), *job))
         return torch.from_numpy(np.hstack(columns).T.astype(np.int32, order="C")).to(device)
 
-    on_sides = (blocks[0], 0, None), (blocks[1], 1, None)
+    on_sides = index((blocks[0], 0, None), (blocks[1], 1, None))
     launches = [
-        (means, index((means_tiles, None, 0)), Case(config, MEANS_R.value, MEANS_W.value)),
-        (factor, index(*on_sides), case),
-        (sides, index(*on_sides), case),
+        (means, index((means_tiles, None, 0)), case),
+        (factor, on_sides, case),
+        (sides, on_sides, case),
         (accumulate, index((programs, None, tiles_each)), case),
-        (fold, index(*on_sides), case),
+        (fold, on_sides, case),
         (update, index((tiles(update_case), None, 0)), update_case),
         (moments, index((chunks, None, 0)), None),
         (combine, index((np.ones_like(A), chunks.cumsum() - chunks, chunks)), None),
