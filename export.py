@@ -234,13 +234,7 @@ TRANSLATIONS = {aten.lerp.Tensor: _lerp, aten.nan_to_num.default: _nan_to_num}
 TRANSLATIONS |= {aten.pow.Tensor_Scalar: _power, aten.mean.dim: _mean}
 
 
-def to_onnx(
-    program: torch.export.ExportedProgram,
-    name: str,
-    inputs: Shapes,
-    outputs: Shapes,
-    metadata: dict[str, str],
-) -> bytes:
+def to_onnx(program: torch.export.ExportedProgram, lo: LO, kind: str, text: str) -> bytes:
     """A graph as an ONNX file: constants folded, unused and repeated nodes removed.
 
     torch's ONNX optimizer is not used: it deletes additions of 1e-8 and less, such as our epsilons.
@@ -248,8 +242,7 @@ def to_onnx(
     faster on a CPU (at 1024x1024; slower at 64x64), but on CUDA the host waits for its bounds.
     """
     options = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": 20}
-    exported = torch.onnx.export(program, custom_translation_table=TRANSLATIONS, **options)
-    model = onnx_ir.from_proto(onnx_ir.to_proto(exported.model))
+    model = torch.onnx.export(program, custom_translation_table=TRANSLATIONS, **options).model
     common.InlinePass()(model)
     onnxscript.optimizer.fold_constants(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -259,14 +252,13 @@ def to_onnx(
     common.RemoveUnusedNodesPass()(model)
     common.ClearMetadataAndDocStringPass()(model)
     graph = model.graph
-    for values, named in ((graph.inputs, inputs), (graph.outputs, outputs)):
+    for values, named in zip((graph.inputs, graph.outputs), shapes(lo.config, kind), strict=True):
         for value, (k, shape) in zip(values, named.items(), strict=True):
             value.name, value.shape = k, onnx_ir.Shape(shape)
     for node in graph:
         node.name = None
-    graph.name, model.ir_version = name, 10
-    model.metadata_props.clear()
-    model.metadata_props.update(metadata)
+    graph.name, model.ir_version = kind, 10
+    model.metadata_props["mulo"] = text
     proto = onnx_ir.to_proto(model)
     proto.graph.ClearField("value_info")  # types of inner values, half of the file
     return proto.SerializeToString()
@@ -313,19 +305,19 @@ CONTRACT = {  # how to call the graphs; examples/README.md has the same sentence
 }
 
 
-def signature(lo: LO, kind: str) -> dict:
+def signature(lo: LO, kind: str) -> dict[str, list[dict]]:
     """A graph's inputs and outputs; states have a first value, a number or a list per tensor."""
     first = {"loss_low": 999999999999.0, "features": [-2.5, *[0.0] * 5, *[-2.5] * 6]}
     if kind == "hyper":
         first |= {"h": lo.hidden0[0].tolist(), "cell": lo.cell0[0].tolist()}
-    inputs, outputs = (
-        [{"name": k, "shape": shape, "dtype": "float32"} for k, shape in side.items()]
-        for side in shapes(lo.config, kind)
-    )
-    states = {x["name"].removeprefix("new_") for x in outputs} - {"p"}
-    for x in inputs:
-        x |= {"first": first.get(x["name"], 0.0)} if x["name"] in states else {}
-    return {"inputs": inputs, "outputs": outputs}
+    result = {}
+    inputs, outputs = shapes(lo.config, kind)
+    for side, named in (("inputs", inputs), ("outputs", outputs)):
+        result[side] = [{"name": k, "shape": x, "dtype": "float32"} for k, x in named.items()]
+    for x in result["inputs"]:
+        if x["name"] != "p" and f"new_{x['name']}" in outputs:
+            x["first"] = first.get(x["name"], 0.0)
+    return result
 
 
 def describe(lo: LO, name: str) -> dict:
@@ -344,17 +336,16 @@ def write(
     lo: LO, out: str | Path, name: str, suffixes: Iterable[str] = ("onnx", "pt2", "ts")
 ) -> Path:
     """Write the files of a learned optimizer to a folder; returns its .json, written last."""
-    out, config, files = Path(out), describe(lo, name), {}
+    out, config = Path(out), describe(lo, name)
     text = json.dumps(config, separators=(",", ":"))
     out.mkdir(parents=True, exist_ok=True)
     checkpoints.save(lo, out / f"{name}.pt")
-    files[f"{name}.pt"] = (out / f"{name}.pt").read_bytes()
+    files = {f"{name}.pt": (out / f"{name}.pt").read_bytes()}
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         for kind in tqdm(kinds(lo.config), f"exporting {name}", unit="graph"):
-            program, sides = to_program(lo, kind), shapes(lo.config, kind)
+            program = to_program(lo, kind)
             if "onnx" in suffixes:
-                onnx = to_onnx(program, kind, *sides, {"mulo": text})
-                files[f"{name}.{kind}.onnx"] = onnx
+                files[f"{name}.{kind}.onnx"] = to_onnx(program, lo, kind, text)
             if "pt2" in suffixes:
                 files[f"{name}.{kind}.pt2"] = to_pt2(program, text)
         if "ts" in suffixes:
@@ -460,8 +451,7 @@ def verify(path: Path) -> None:
 
 
 def main() -> None:
-    about = "Write a learned optimizer for other runtimes, and check the files."
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(description="Export a learned optimizer; check the files.")
     source = "a shipped name, such as mulo_m, or a file's path; an exported .json is only checked"
     parser.add_argument("lo", help=source)
     parser.add_argument("--out", default="exported", help="folder to write to (default: exported)")

@@ -15,7 +15,6 @@ so that all sizes are constants, and one stream; the host never waits for it. A 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +49,8 @@ class Session:
         device: str | torch.device = "cpu",
         **sizes: int,  # fixed sizes b, e, m, n
     ):
-        self.device, self.sizes, self.stream, settings = torch.device(device), sizes, None, {}
+        self.device, settings = torch.device(device), {}
+        self.on_cpu = self.device.type == "cpu"
         if self.device.type not in PROVIDERS:
             raise ValueError(f"onnxruntime has no '{device}': move the model to the CPU or CUDA.")
         options, self.run_options = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
@@ -58,17 +58,17 @@ class Session:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # cores for torch
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
-        if self.device.type == "cpu":
+        if self.on_cpu:
             options.log_severity_level = 4  # errors are raised; on CUDA, warnings help
         else:  # TF32 has 10 bits of mantissa; by default the arena doubles
-            self.stream = stream_on(self.device)
             settings = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
             settings["device_id"] = str(self.device.index or 0)
-            settings["user_compute_stream"] = str(self.stream.cuda_stream)
+            settings["user_compute_stream"] = str(stream_on(self.device).cuda_stream)
             self.run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         provider = PROVIDERS[self.device.type]
-        with self.current_device_kept():
-            arguments = graph, options, [(provider, settings)]
+        arguments = graph, options, [(provider, settings)]
+        # onnxruntime changes the thread's current device; this context restores it (-1: none).
+        with torch.cuda.device(-1 if self.on_cpu else self.device):
             self.session = onnxruntime.InferenceSession(*arguments, enable_fallback=False)
         if (providers := self.session.get_providers())[0] != provider:
             fix = "install onnxruntime-gpu with its CUDA 13 and cuDNN 9, or train on the CPU"
@@ -77,15 +77,11 @@ class Session:
         self.outputs = {x.name: tuple(x.shape) for x in self.session.get_outputs()}
         self.binding = self.session.io_binding()
 
-    def current_device_kept(self) -> contextlib.AbstractContextManager:
-        """onnxruntime changes the thread's current CUDA device; this restores it."""
-        return torch.cuda.device(self.device) if self.stream else contextlib.nullcontext()
-
     def check(self, inputs: dict[str, Tensor]) -> dict[str, int]:
-        """Raise unless these are inputs of the graph; returns the sizes b, e, m, n and T."""
+        """Raise unless these are inputs of the graph; return the sizes that are not fixed."""
         if wrong := sorted(inputs.keys() ^ self.inputs.keys()):
             raise ValueError(f"inputs must be {list(self.inputs)}: {wrong} are missing or unknown.")
-        sizes = dict(self.sizes)
+        sizes = {}
         for name, x in inputs.items():
             pairs = zip(self.inputs[name], x.shape, strict=False)
             sizes = {d: n for d, n in pairs if isinstance(d, str)} | sizes
@@ -108,12 +104,14 @@ class Session:
             self.binding.bind_input(name, *where, tuple(x.shape), x.data_ptr())
         for name, x in outputs.items():
             self.binding.bind_output(name, *where, tuple(x.shape), x.data_ptr())
-        with self.current_device_kept():
-            if self.stream:  # order the two streams on the GPU; the host waits for neither
-                self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self.on_cpu:
             self.session.run_with_iobinding(self.binding, self.run_options)
-            if self.stream:  # torch may then reuse the memory of the inputs
-                torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            return outputs
+        ours, theirs = torch.cuda.current_stream(self.device), stream_on(self.device)
+        with torch.cuda.device(self.device):  # onnxruntime changes the thread's current device
+            theirs.wait_stream(ours)  # order the streams on the GPU; the host waits for neither
+            self.session.run_with_iobinding(self.binding, self.run_options)
+            ours.wait_stream(theirs)  # torch may then reuse the memory of the inputs
         return outputs
 
 
@@ -208,9 +206,3 @@ class OrtMuLO(MuLO):
 
     def _param_scale(self, mean_square: Tensor) -> Tensor:
         return torch.ones_like(mean_square)  # the graph multiplies by RMS(W)
-
-
-if __name__ == "__main__":
-    raise SystemExit(
-        "serving.py is a module, not a command: use `from mulo.serving import OrtMuLO`."
-    )

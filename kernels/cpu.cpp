@@ -193,8 +193,7 @@ static inline void outputs(const float *w, const Vec (*x)[NV], Vec (*y)[NV], int
 
 template <int N, int M, bool Relu, class B>
 static inline void layer(const float *w, const Vec (*x)[NV], Vec (*y)[NV], B bias) {
-    if constexpr (M >= GROUP)
-        for (int j = 0; j + GROUP <= M; j += GROUP) outputs<N, M, GROUP, Relu>(w, x, y, j, bias);
+    for (int j = 0; j + GROUP <= M; j += GROUP) outputs<N, M, GROUP, Relu>(w, x, y, j, bias);
     if constexpr (M % GROUP != 0) outputs<N, M, M % GROUP, Relu>(w, x, y, M / GROUP * GROUP, bias);
 }
 
@@ -217,7 +216,6 @@ struct Step {
     const float *const net = t.net, *const w0 = net + 7, *const b0 = w0 + FEATURES * H, *const w1 = b0 + H;
     const float *const rate_M = net, rate_V = net[3], *const rate_rc = net + 4;
     const float e6 = 1e-6f * t.eps, e8 = 1e-8f * t.eps, e9 = 1e-9f * t.eps, floor_q = relative ? 0 : 1e-30f * t.eps;
-    bool dirty = false;
     // Features are per_V V, M / sqrt(V + eps_M), 1 / sqrt(V + eps_V), and of r (or c) per_r r and
     // 1 / sqrt(r + eps_r). The factors rho of a vector are rsqrt(max(c + add, floor_c))
     float per_V = 1, eps_M = e6, eps_V = e6, per_r[3] = {1, 1, 1}, eps_r[3] = {e8, e8, e8};
@@ -419,7 +417,7 @@ struct Step {
         for (long x = b.x; x < b.x1; x += tall) {
             const long i = row(b.q, x), at = i * N + b.j, n = length(b, x);
             if (!Vector) prepare(false, i * t.C, b.j, n, !Second);
-            const float *g = gradient(at, n, dirty);
+            const float *g = gradient(at, n, work.dirty);
             float *p = t.p + at;
             Vec X[D][NV], part[D] = {};
             for (long j = 0, phase = 0, phases[NV]; j < n; j += NV * W) {
@@ -494,7 +492,6 @@ struct Step {
         team.each(blocks, [&](long i) {
             if (!square(block(i), false)) work.dirty = true, square(block(i), true);
         });
-        dirty = work.dirty;
         for (int y = 0; y < 2 && !vector; y++)
             team.each((axis[y].size + COLS - 1) / COLS, [&](long i) { mix(y, i * COLS); });
         epsilons();

@@ -61,15 +61,12 @@ def first_layer(
     Returns, per group, W0 times the normalisers, (S, h, k), and the features, (S, k, *shape).
     """
     groups: dict[tuple[bool, ...], list[tuple[Tensor, Tensor]]] = {}
-    start = 0
-    whole, sharded = inputs["g"].shape, features.sharded_axis()
+    start, whole, sharded = 0, inputs["g"].shape, features.sharded_axis()
     for x in inputs.values():
         if sharded is not None:  # a shard may have size 1 there by chance
             x = x.expand(*(whole[k] if k - x.ndim == sharded else n for k, n in enumerate(x.shape)))
-        axes = tuple(
-            bool(n == 1) and k != sharded
-            for k, n in zip(range(2 - x.ndim, 0), x.shape[2:], strict=True)
-        )
+        sizes = enumerate(x.shape[2:], 2 - x.ndim)  # by axis, counted from the end
+        axes = tuple(bool(n == 1) and k != sharded for k, n in sizes)
         rows = w0[:, start : start + x.shape[1]]
         groups.setdefault(axes, []).append((rows, x))
         start += x.shape[1]

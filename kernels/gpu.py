@@ -26,7 +26,6 @@ they are reproducible. Names and formulas are those of features.py.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -537,13 +536,13 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
             columns.append(np.broadcast_arrays(np.repeat(np.arange(len(A)), counts), *job))
         return torch.from_numpy(np.hstack(columns).T.astype(np.int32, order="C")).to(device)
 
-    on_sides = (blocks[0], 0, None), (blocks[1], 1, None)
+    on_sides = index((blocks[0], 0, None), (blocks[1], 1, None))
     launches = [
-        (means, index((means_tiles, None, 0)), Case(config, MEANS_R.value, MEANS_W.value)),
-        (factor, index(*on_sides), case),
-        (sides, index(*on_sides), case),
+        (means, index((means_tiles, None, 0)), case),
+        (factor, on_sides, case),
+        (sides, on_sides, case),
         (accumulate, index((programs, None, tiles_each)), case),
-        (fold, index(*on_sides), case),
+        (fold, on_sides, case),
         (update, index((tiles(update_case), None, 0)), update_case),
         (moments, index((chunks, None, 0)), None),
         (combine, index((np.ones_like(A), chunks.cumsum() - chunks, chunks)), None),
@@ -551,16 +550,12 @@ def planned(shapes: bytes, config, device: torch.device) -> tuple[Tensor, int, l
     return torch.from_numpy(plan).to(device), 4 * int(sizes.sum()), launches
 
 
-def on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def statistics_(config, rows: np.ndarray, out: Tensor) -> None:
     """Write features.tensor_statistics of the tensors of `rows` to `out`, (rows, 8)."""
     words = rows.view("i8").reshape(len(rows), 15)
     *_, (_, chunks, _), (_, tensors, _) = planned(words[:, 7:13].tobytes(), config, out.device)[2]
     words, work = send(torch.from_numpy(words), out.device), out.new_empty(len(chunks), 9)
-    with on(out.device):
+    with torch.cuda.device_of(out):
         moments[len(chunks),](words, chunks, work)
         combine[len(tensors),](words, tensors, work, out)
 
@@ -578,7 +573,7 @@ def step_(
     bad = constant((0,), torch.int64, device) if bad is None else bad  # nobody reads the constant
     numbers = [float(x) for x in (config.t_max or 3e38, config.lam1, config.lam2, config.anneal)]
     more = {means: [bad], fold: numbers[:1], update: numbers}
-    with on(device):
+    with torch.cuda.device_of(work):
         for kernel, index, case in launches[:6]:
             arguments = *more.get(kernel, []), case
             kernel[len(index),](words, plan, index, work, *arguments, num_warps=case.warps)

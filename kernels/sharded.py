@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,11 @@ from torch import Tensor
 
 from mulo import features
 
-T = TypeVar("T")
-
 
 def is_dtensor(x: Tensor) -> bool:
     """Whether x is a DTensor. Importing that class is slow, so check whether it was imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
-
-
-class Unknown(Exception):
-    """Raised when a function needs a mean over shards that has not been reduced yet."""
 
 
 class Shards(NamedTuple):
@@ -38,51 +32,53 @@ class Shards(NamedTuple):
     group: dist.ProcessGroup
 
 
-class Means:
-    """Means over the shards of one tensor, in the order in which the step asks for them."""
+class Unknown(Exception):
+    """Raised by a mean that has not been reduced yet, with this shard's sums and their count."""
 
-    def __init__(self, shards: Shards):
-        self.axis, self.group = shards
-        self.known: list[Tensor] = []
-        self.asked = 0
+
+class Means(NamedTuple):
+    """What one run of a function uses for means over the shards of its tensor."""
+
+    axis: int  # of Shards
+    known: Iterator[Tensor]  # in the order in which the function asks for them
 
     def mean(self, x: Tensor, axis: int) -> Tensor:
         """The mean along an axis, which stays with size 1, over all shards: also where x is the
         same on every shard."""
-        self.asked += 1
-        if self.asked > len(self.known):
-            self.sums = x.sum(axis, keepdim=True)
-            self.count = x.shape[axis]
-            raise Unknown
-        return self.known[self.asked - 1]
+        known = next(self.known, None)
+        if known is None:
+            raise Unknown(x.sum(axis, keepdim=True), x.shape[axis])
+        return known
 
 
-def replay(functions: dict[int, tuple[Callable[[], T], Shards | None]]) -> Iterator[tuple[int, T]]:
+def replay(functions: dict[int, tuple[Callable, Shards | None]]) -> Iterator[tuple[int, Any]]:
     """Yield (key, result) of each function as it completes. Shards is None: not sharded."""
-    waiting = {k: (f, Means(shards)) for k, (f, shards) in functions.items() if shards}
+    waiting = {k: (f, shards, []) for k, (f, shards) in functions.items() if shards}
     yield from ((k, f()) for k, (f, shards) in functions.items() if not shards)
     while waiting:
-        for k, (f, means) in list(waiting.items()):
-            means.asked = 0
+        requests = []
+        for k, (f, shards, known) in list(waiting.items()):
             try:
-                with features.over_shards(means):
+                with features.over_shards(Means(shards.axis, iter(known))):
                     result = f()
-            except Unknown:
+            except Unknown as unknown:
+                requests.append((shards.group, known, *unknown.args))
                 continue
             del waiting[k]
             yield k, result
-        _add([means for _, means in waiting.values()])
+        _add_means(requests)
 
 
-def _add(waiting: list[Means]) -> None:
-    """All-reduce the requested sums, once per process group, and append the means to `known`."""
-    for group in dict.fromkeys(m.group for m in waiting):
-        members = [m for m in waiting if m.group is group]
-        parts = [torch.cat([m.sums.flatten(), m.sums.new_tensor([m.count])]) for m in members]
+def _add_means(requests: list[tuple[dist.ProcessGroup, list[Tensor], Tensor, int]]) -> None:
+    """All-reduce the sums and counts, once per process group, and append the means to `known`."""
+    for group in dict.fromkeys(group for group, *_ in requests):
+        members = [request for request in requests if request[0] is group]
+        parts = [torch.cat([x.flatten(), x.new_tensor([n])]) for _, _, x, n in members]
         total = torch.cat(parts)
         dist.all_reduce(total, group=group)
-        for m, part in zip(members, total.split([len(x) for x in parts]), strict=True):
-            m.known.append((part[:-1] / part[-1]).view(m.sums.shape))
+        totals = total.split([len(x) for x in parts])
+        for (_, known, x, _), part in zip(members, totals, strict=True):
+            known.append((part[:-1] / part[-1]).view(x.shape))
 
 
 def all_reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:

@@ -210,9 +210,8 @@ def test_mutated_weights_fail(copied, suffix, small):
             file, content = copied / "mulo_m.ts", export.to_torchscript(lo, "")
         else:
             file, program = copied / f"mulo_m.vector.{suffix}", export.to_program(lo, "vector")
-            sides = export.shapes(lo.config, "vector")
             if suffix == "onnx":
-                content = export.to_onnx(program, "vector", *sides, {})
+                content = export.to_onnx(program, lo, "vector", "")
             else:
                 content = export.to_pt2(program, "")
     file.write_bytes(content)
