@@ -114,6 +114,8 @@ def read(path: Path) -> dict:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises many exception types
+        if path.suffix == ".npz":
+            raise ValueError(f"{path} holds arrays: see mulo.from_reference.") from None
         raise ValueError(f"{path} was not read: it is damaged, or may run code.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, no weights.")

@@ -161,23 +161,26 @@ class Tuning:
 
 
 def tuned(name: str, task: tasks.Task, steps: int, schedule: str) -> dict:
-    """A baseline's saved hyperparameters: at a constant rate those for runs of 500, 1000 or `steps`
-    steps, the first that exist; under a schedule those for `steps` or, for Muon, 500 or 1000."""
+    """A baseline's saved hyperparameters: the first that exist of those for runs of 500, 1000 and
+    `steps` steps; under a schedule of those for `steps` and, for Muon, 500 and 1000."""
     fixed = {"adamw_default": ADAMW_DEFAULTS, "muon": MUON}
     if name in fixed:
         return fixed[name]
-    every_width, name = name.endswith("_oracle"), name.removesuffix("_oracle")
-    lengths = [steps, *HORIZONS] if name == "muon" else [steps]
+    every_width, kind = name.endswith("_oracle"), name.removesuffix("_oracle")
+    lengths = [steps, *HORIZONS] if kind == "muon" else [steps]
     if schedule == "constant":
         lengths = [*HORIZONS, steps]
     for length in lengths:
-        if values := Tuning(name, task.name, length, schedule, every_width).saved():
+        if values := Tuning(kind, task.name, length, schedule, every_width).saved():
             return {k: values[k] for k in HYPERPARAMETERS}
-    fix = f"run python evaluate.py tune {task.name} --steps {steps} --schedule {schedule}"
+    narrow = task.name if every_width else task.name.replace(f"_w{task.width}", "_w64")
+    fix = f"run python evaluate.py tune {narrow} --steps {steps} --schedule {schedule}"
     fix += " --every-width" if every_width else ""
-    if name == "muon":
-        fix = "run python paper.py tune, which tunes the tasks of paper.py, or use muon"
-    raise ValueError(f"{name} is not tuned for {task.kind}: {fix}.")
+    if task.own:
+        fix = "compare with adamw_default or muon, which need no tuning"
+    elif kind == "muon":
+        fix = "use muon, or run python paper.py tune, which tunes the tasks of paper.py"
+    raise ValueError(f"{name} is not tuned for {task.name}: {fix}.")
 
 
 # ---------------------------------------------------------------- jobs

@@ -446,7 +446,7 @@ def mean_square(p: Tensor) -> Tensor:
 
 
 def param_scale(mean_square: Tensor) -> Tensor:
-    """RMS of each tensor, by which VeLO multiplies its updates."""
+    """RMS of each tensor, the factor on VeLO's updates if param_scale_mult is set."""
     return (mean_square + 1e-9).sqrt()
 
 

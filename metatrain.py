@@ -393,8 +393,9 @@ class Run(Trainer):
 
 
 def compare(run: Run, device: str) -> None:
-    """Train nets of the widest task, and 8 times wider ones, with the result and with baselines,
-    whose learning rates are tuned if results/tuned has none. Saves a picture, prints sentences."""
+    """Train nets of the widest task, and 8 times wider ones, at their kind's batch size, with the
+    result and with baselines, whose learning rates are tuned if results/tuned has none. Saves a
+    picture, prints sentences."""
     r, results = run.recipe, Results(run.out, device)
     mine = dataclasses.replace(contender(str(run.out / "lo.pt")), name=r.name)
     task = max(run.tasks, key=lambda task: task.width)

@@ -37,7 +37,7 @@ class LOConfig:
     spec: str = "reference"  # or "paper": the paper's literal time features, 29 VeLO features
     eps: str = "reference"  # or "relative" (to a tensor's gradients), "fan_in" (times 1/fan_in)
     eps_rms: float = 1e-5  # of the RMS normaliser; the reference's, 0 in the paper
-    t_max: float | None = None  # time features see min(t, t_max): the meta-trained horizon
+    t_max: float | None = None  # the meta-trained horizon; small_fc sees min(t, t_max)
     anneal: float = 0.0  # beyond t_max, updates shrink as (t_max / t)^anneal
     input_base: float | None = None  # input size in meta-training: see roles.size_factor
     by_channels: bool = False  # scale hidden convs by 1/channels: see roles.size_factor
@@ -100,7 +100,9 @@ class LO(nn.Module):
     def with_config(self, **fields) -> LO:
         """Return a copy with some fields of the config replaced, but not sizes."""
         new = type(self)(dataclasses.replace(self.config, **fields), torch.Generator())
-        new.load_state_dict(self.state_dict())  # refuses other sizes
+        if sum(w.numel() for w in new.parameters()) != sum(w.numel() for w in self.parameters()):
+            raise ValueError(f"{fields} changes the size of the network: leave the sizes out.")
+        new.load_state_dict(self.state_dict())
         new.about = dict(self.about)
         return new.to(next(self.parameters()).device)
 

@@ -34,7 +34,7 @@ from mulo.training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-MUON_WIDEST, IN_TRANSFER = 1024, 256  # widest nets of Muon, which is slow; in `transfer`
+MUON_WIDEST, IN_TRANSFER = 512, 256  # widest nets of Muon, which is slow; in `transfer`
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
 WIDE, NARROW = (64, 256, 1024), (64, 128)
@@ -76,7 +76,7 @@ class Family:
 
 TRANSFORMER = {
     "widths": (16, 32, 64, 128), "columns": (32, 64, 128), "base": 32, "depths": (3, 16),
-    "longest": 25, "seeds": 3, "few_seeds": 2, "suffix": "_b8",
+    "longest": 25, "few_seeds": 2, "suffix": "_b8",
 }  # fmt: skip
 PAPER_MLP = {
     "widths": (128, 256, 512, 1024, 2048, 4096, 8192), "columns": (2048, 4096, 8192), "base": 1024,
@@ -102,8 +102,8 @@ class Suite:
     scale: str = "desk"
 
     def contenders(self, *names: str) -> dict[str, Contender]:
-        """The optimizers of the suite but Muon, by name of recipe, or those named. At desk scale, a
-        named one that the suite lacks is the shipped one."""
+        """By name of recipe: the suite's optimizers without Muon or, if names are given, these. At
+        desk scale, a named one that the suite lacks is the shipped one."""
         given = [contender(name) for name in self.optimizers if name != "muon"]
         known = {c.recipe or c.name: c for c in given}
         if len(known) < len(given):
@@ -114,9 +114,9 @@ class Suite:
         chosen = {name: known.get(name) or contender(name) for name in names or known}
         return {name: dataclasses.replace(c, name=name) for name, c in chosen.items()}
 
-    def muon(self, *names: str) -> dict[str, Contender]:
-        """Muon at one rate and tuned at every width, unless one of the named tasks is too wide."""
-        fits = "muon" in self.optimizers and all(trains("muon", x, MUON_WIDEST) for x in names)
+    def muon(self, *task_names: str) -> dict[str, Contender]:
+        """Muon at one rate and tuned at every width; {} if one of these tasks is too wide."""
+        fits = "muon" in self.optimizers and all(trains("muon", x, MUON_WIDEST) for x in task_names)
         return self.contenders("muon", "muon_oracle") if fits else {}
 
 
@@ -230,15 +230,15 @@ def rank(suite: Suite, results: Results) -> Finding:
         ax.invert_yaxis()
     axes[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)).set_in_layout(False)
     checks, summary = {}, []
-    entrants = [name for name in names if not name.startswith("muon")]  # Muon is not in the paper
-    without_muon = report.ranked(means[..., [names.index(name) for name in entrants]]).mean(0)
-    for (t, size), row in zip(columns, without_muon.tolist(), strict=True):
+    others = [name for name in names if not name.startswith("muon")]  # Muon is not in the paper
+    ranks_of_others = report.ranked(means[..., [names.index(name) for name in others]]).mean(0)
+    for (t, size), row in zip(columns, ranks_of_others.tolist(), strict=True):
         for claim, best in (
             ("μLO_M and μVeLO_M have the two best average ranks", set(PAIRS)),
-            ("LO_M and VeLO_M have the two worst", set(entrants) - set(PAIRS.values())),
+            ("LO_M and VeLO_M have the two worst", set(others) - set(PAIRS.values())),
         ):
-            ahead = [x for name, x in zip(entrants, row, strict=True) if name in best]
-            behind = [x for name, x in zip(entrants, row, strict=True) if name not in best]
+            ahead = [x for name, x in zip(others, row, strict=True) if name in best]
+            behind = [x for name, x in zip(others, row, strict=True) if name not in best]
             if ahead and behind:
                 checks[f"{claim}, {size}, after {t}x the horizon"] = max(ahead) < min(behind)
     for t, row in zip(runs, overall.unflatten(0, (len(runs), -1)).mean(1), strict=True):

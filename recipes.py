@@ -98,7 +98,7 @@ DESK_VELO = {  # a bank of 256 as in the authors' VeLO: the MLPs of a small bank
     "anneal": 0.0,
 }  # fmt: skip
 # The epsilons of the reference suppress VeLO's features on wide nets, where gradients are small.
-# With anneal=0.5 the loss rises at the end of long runs at a constant rate; 1 is worse too.
+# Long runs at a constant rate: with anneal=0.5 the loss rises at the end, with 1 it falls less.
 DESK_MUVELO = {"eps": "relative", "steps": 1000, "anneal": 0.75}
 DESK_VELO_SP = {"lam1": 1e-4}  # DIVERGES: with 0.001, SP nets diverge from the start
 RECIPES = {"mulo_s": {}, "mulo_m": {}, "muvelo_m": VELO, "lo_s": SP, "lo_m": SP}

@@ -489,7 +489,7 @@ def slope(widths: list[int], drift: Tensor) -> Tensor:
 def layer_outputs(
     model: nn.Module, x: Tensor, theta: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The output of every layer in LAYERS for the input x, by name. Buffers do not change.
+    """The output of every layer (`is_layer`) for the input x, by name. Buffers do not change.
 
     theta replaces the model's parameters. For stacked nets, theta and x have a leading axis.
     """

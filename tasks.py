@@ -5,7 +5,7 @@
     theta = task.init(16, generator)         # 16 nets in one dict of tensors (16, ...)
     losses = task.losses(theta, batch)       # (16,), one autograd graph, no loop
 
-A name is kind, width and depth; any width and depth work (but a resnet always has 18 layers). The
+A name is kind, width and depth; `get` refuses those that do not fit (a resnet has 18 layers). The
 suffix _b16 sets the batch size to 16. KINDS has the paper's kinds and ours: the same models and a
 small conv net on data that needs no download (fashion, pixels, teacher), on CIFAR-10 and on any
 text. A task's parametrization is in `rules`: μP, SP or anything between.
@@ -440,9 +440,10 @@ def get(name: str, **changes) -> Task:
         raise ValueError(f"unknown task {name!r}: {example}.")
     if match[1] not in KINDS:
         raise ValueError(f"unknown kind {match[1]!r}: use one of {', '.join(KINDS)}.")
-    kind, width = KINDS[match[1]], int(match[2])
+    kind, width, depth = KINDS[match[1]], int(match[2]), int(match[3] or 18)
     resnet = kind.family == "resnet"
-    depth = int(match[3] or (18 if resnet else 0))
+    if not match[3] and not resnet:
+        raise ValueError(f"{name!r} has no depth: use {match[1]}_w{width}_d3.")
     name = f"{match[1]}_w{width}" + ("" if resnet else f"_d{depth}")
     fields = {"name": name, "width": width, "depth": depth} | DEEP.get(name, {})
     if match[4]:
@@ -454,6 +455,7 @@ def get(name: str, **changes) -> Task:
         fitting = (h for h in range(1, width // 16 + 1) if width % h == 0 and width // h <= 64)
         fields = {"heads": HEADS.get(width) or next(fitting, 1)} | fields
     task = dataclasses.replace(kind, **(fields | changes))
+    task = dataclasses.replace(task, rules=tuple(task.rules))  # hashable, for the caches
     if resnet and (task.width % 32 or task.depth != 18):
         raise ValueError(f"{name}: a resnet's width is a multiple of 32, its depth 18.")
     width, depth = max(1, task.heads), 2 if task.family == "mlp" else 1

@@ -307,8 +307,8 @@ def watch_test_loss(task: tasks.Task, steps: int, device: str) -> tuple[Callable
     def callback(t: int, theta: Theta) -> None:
         if t in times:
             P = len(next(iter(theta.values())))
-            batches = (tuple(x.expand(P, *x.shape) for x in chunk) for chunk in chunks)
-            sums = [task.losses(theta, batch) * batch[0].shape[1] for batch in batches]
+            expanded = (tuple(x.expand(P, *x.shape) for x in chunk) for chunk in chunks)
+            sums = [task.losses(theta, batch) * batch[0].shape[1] for batch in expanded]
             records.append(torch.stack(sums).sum(0).cpu() / len(sample[0]))
 
     return callback, records

@@ -54,7 +54,8 @@ Generators = torch.Generator | Sequence[torch.Generator]
 
 
 class Examples:
-    """A data set: `draw` draws the random numbers of a batch, `take` makes the batch from them."""
+    """A data set: `draw` draws the random numbers of a batch from one generator, and `take` makes a
+    batch of them, or batches of those of several generators."""
 
     def draw(self, generator: torch.Generator, size: int) -> Batch:
         device = generator.device
@@ -99,6 +100,9 @@ class Images(Examples):
 
     def pool(self, size: int) -> Images:
         """The same images averaged down to size x size; mean and std do not change."""
+        largest = min(self.shape[1:])
+        if not 1 <= size <= largest:
+            raise ValueError(f"cannot pool {self.shape} images to size={size}: use 1 to {largest}.")
         parts = [F.adaptive_avg_pool2d(x.float(), size).round_().byte() for x in self.x.split(8192)]
         return dataclasses.replace(self, x=torch.cat(parts))
 
@@ -330,8 +334,10 @@ def read_lm1b(folder: Path, test: bool, seq_len: int) -> tuple[np.ndarray, int]:
     if len(models) != 1:
         fix = "put one sentencepiece model of 32,000 pieces there"
         raise FileNotFoundError(f"lm1b: {folder} has {len(models)} files *.model: {fix}.")
-    import sentencepiece  # here, because it is an optional package
-
+    try:
+        import sentencepiece
+    except ImportError:
+        raise OSError("lm1b needs sentencepiece: pip install sentencepiece.") from None
     content = models[0].read_bytes()
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
 

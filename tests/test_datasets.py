@@ -81,6 +81,8 @@ def test_pool_by_hand():
     d = datasets.Images(x, torch.zeros(1).long(), 10, [0.0], [1.0])
     # means of the 2x2 blocks: (253+1+4+5)/4 = 65.75, 4.5 (to even), 10.5 (to even), 12.5 (to even)
     assert d.pool(2).x.flatten().tolist() == [66, 4, 10, 12]
+    with refused("cannot pool (1, 4, 4) images to size=5: use 1 to 4"):
+        d.pool(5)
 
 
 def test_embedded_fashion(monkeypatch, tmp_path):

@@ -87,7 +87,7 @@ def test_tuned_values_are_saved(tuned):
     Tuning("adamw", NAME, 10, "cosine", True).save(VALUES | {"lr": 0.25})
     rates = [job(contender(k), 10, [0], "cosine").values["lr"] for k in ("adamw", "adamw_oracle")]
     assert rates == [VALUES["lr"], 0.25]
-    with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp_w8_d3 --steps 10 --sch"):
+    with pytest.raises(ValueError, match=r"evaluate\.py tune fashion8_mlp_w64_d3 --steps 10 --s"):
         job(contender("muadam"), 10, [0], "cosine")
     with pytest.raises(ValueError, match=r"tune fashion8_mlp_w16_d3 .* --every-width"):
         Job(contender("adamw_oracle"), "fashion8_mlp_w16_d3", 10, "cosine")
@@ -133,8 +133,8 @@ def test_an_imported_velo(tmp_path, velo_4000):
     lo = mulo.from_reference(velo_4000["released"], param_scale_mult=True)
     mulo.save(lo, path, mup=False)
     optimizer = contender(str(path))
-    assert (optimizer.name, optimizer.rules, optimizer.recipe) == (path.name, (), None)
-    assert list(paper.Suite(optimizers=(str(path), "adamw")).contenders()) == [path.name, "adamw"]
+    assert (optimizer.name, optimizer.rules, optimizer.recipe) == (path.stem, (), None)
+    assert list(paper.Suite(optimizers=(str(path), "adamw")).contenders()) == [path.stem, "adamw"]
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_processes_give_what_one_does(tmp_path, lo_m):
 
 
 def test_a_registered_task(tmp_path, monkeypatch, lo_m):
-    """Small losses keep their digits; there is no test data."""
+    """Small losses keep their digits; there is no test data, and nothing is tuned."""
     monkeypatch.setattr(tasks, "KINDS", dict(tasks.KINDS))
     images = tasks.get(NAME)
     tasks.register(
@@ -229,6 +229,8 @@ def test_a_registered_task(tmp_path, monkeypatch, lo_m):
     expected = training.train(task, lo_m.lo, 4, [0], data_seeds=BATCHES[:1])
     assert expected.max() < 1e-3
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
+    with pytest.raises(ValueError, match=r"adamw is not .* compare with adamw_default or muon"):
+        Job(contender("adamw"), "mine_w8_d3", 4)
     with pytest.raises(ValueError, match="mine is registered, so it has no test data"):
         Job(lo_m, "mine_w8_d3", 4, test=True)
 
@@ -277,7 +279,7 @@ def test_messages(tmp_path, complaint):
         ([*task, "--optimizers", "adamw", "--device", "foo"], "unknown device 'foo'"),
         (
             ["task", "fashion_conv_w8_d2", "--optimizers", "adamw"],
-            "evaluate.py tune fashion_conv_w8_d2",
+            "evaluate.py tune fashion_conv_w64_d2",
         ),
     ):
         assert reason in complaint(evaluate, *flags)

@@ -75,7 +75,7 @@ def test_any_width_and_depth():
     ("name", "message"),
     [
         ("mlp_w128", "unknown kind 'mlp': use one of in32_mlp, .*text_lm"),
-        ("in32_mlp_w128", "in32_mlp_w128_d0 is too small: use w1_d2 or more"),
+        ("in32_mlp_w128", "'in32_mlp_w128' has no depth: use in32_mlp_w128_d3"),
         ("resnet_w128_d3", "resnet_w128: a resnet's width is a multiple of 32, its depth 18"),
         ("", "unknown task '': a name is kind, width and depth, such as fashion8_mlp_w64_d3"),
         ("c10_mlp_w64_d1", "c10_mlp_w64_d1 is too small: use w1_d2 or more"),
