@@ -168,13 +168,15 @@ class MuLO(torch.optim.Optimizer):
 
     A torch optimizer like any other, with these keys in its param groups:
 
-    lr            a factor on the update, 1 by default. The built-in annealing (LOConfig.anneal)
-                  continues only in steps with lr = 1 and without a torch LR scheduler
+    lr            a factor on the update, 1 by default. The built-in annealing (LOConfig.anneal) is
+                  (t_max / step)^anneal in steps with lr = 1 and without a torch LR scheduler; in
+                  other steps the last such factor stays
     weight_decay  decoupled: a parameter shrinks by lr * weight_decay per step
     freeze_zero_grad  leave entries whose gradient is exactly 0 as they are, such as unused rows of
                   an embedding; off by default, so they move. Accumulators decay either way
     scale         the μP factor on the update, from `param_groups`; not part of lr, which schedulers
-                  overwrite (`param_groups` also sets fan_in, out_axis, kind, area, names, shapes)
+                  overwrite (`param_groups` also sets role, kind, fan_in, area, out_axis, names,
+                  shapes)
     step          t, the time that the learned optimizer sees: starts at 0, can be set
 
     VeLO needs num_steps, the length of the run, and the loss: `step(loss=loss)` or a closure. State

@@ -5,7 +5,7 @@
 
 `OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run can switch between the
 two. State is kept in the graphs' memory layout and updated in place: a step transposes and copies
-only parameters and gradients. VeLO's LSTM stays in torch: runtimes round differently, and its loss
+only parameters, gradients, and r and c of vectors. VeLO's LSTM stays in torch: runtimes round differently, and its loss
 features amplify that.
 
 Graphs run where the parameters are, on the CPU or on CUDA. On CUDA there is one session per shape,

@@ -174,7 +174,8 @@ class LearnedRates(training.Muon):
 
 class LearnedMuon(torch.optim.Optimizer):
     """Learned rates for one model in standard parametrization, for a run of `steps` steps. It has
-    its own schedule. `groups`: mulo.param_groups(model, roles, rules=())."""
+    its own schedule. `groups`: mulo.param_groups(model, roles, rules=()). Every parameter that is
+    not frozen must have a gradient."""
 
     def __init__(self, groups: list[dict], steps: int, name: str = CHOSEN):
         super().__init__(groups, {})
@@ -184,8 +185,9 @@ class LearnedMuon(torch.optim.Optimizer):
                 raise ValueError(
                     f"{group['names'][0]!r} is (in, out): LearnedMuon takes (out, in)."
                 )
-            self.params |= zip(group["names"], group["params"], strict=True)
-            options |= dict.fromkeys(group["names"], group)
+            for name, p in zip(group["names"], group["params"], strict=True):
+                if p.requires_grad:
+                    self.params[name], options[name] = p, group
         w = torch.tensor([json.loads(RATES_FILE.read_text())[name]["w"]])
         w = w.to(next(iter(self.params.values())).device)
         self.rule = LearnedRates(options, torch.tensor([training.Muon.LR]), w, steps)
