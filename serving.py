@@ -5,8 +5,8 @@
 
 `OrtMuLO` has the param groups and the state_dict of `mulo.MuLO`, so a run can switch between the
 two. State is kept in the graphs' memory layout and updated in place: a step transposes and copies
-only parameters, gradients, and r and c of vectors. VeLO's LSTM stays in torch: runtimes round differently, and its loss
-features amplify that.
+only parameters, gradients, and r and c of vectors. VeLO's LSTM stays in torch: runtimes round
+differently, and its loss features amplify that.
 
 Graphs run where the parameters are, on the CPU or on CUDA. On CUDA there is one session per shape,
 so that all sizes are constants, and one stream; the host never waits for it. A session keeps 512 to
