@@ -185,9 +185,9 @@ class LearnedMuon(torch.optim.Optimizer):
                 raise ValueError(
                     f"{group['names'][0]!r} is (in, out): LearnedMuon takes (out, in)."
                 )
-            for name, p in zip(group["names"], group["params"], strict=True):
+            for key, p in zip(group["names"], group["params"], strict=True):
                 if p.requires_grad:
-                    self.params[name], options[name] = p, group
+                    self.params[key], options[key] = p, group
         w = torch.tensor([json.loads(RATES_FILE.read_text())[name]["w"]])
         w = w.to(next(iter(self.params.values())).device)
         self.rule = LearnedRates(options, torch.tensor([training.Muon.LR]), w, steps)
