@@ -364,11 +364,18 @@ def write(
 def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
     """An exported .json, and the content of the files that it lists."""
     path = Path(path)
-    config = json.loads(path.read_bytes())
-    if (config.get("format"), config.get("version")) != (FORMAT, VERSION):
+    try:
+        config = json.loads(path.read_bytes())
+        version = config.get("format"), config.get("version")
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path} is damaged: export it again.") from None
+    if version != (FORMAT, VERSION):
         raise ValueError(f"{path} is not of {FORMAT} version {VERSION}: export it again.")
-    files = {name: (path.parent / name).read_bytes() for name in config["sha256"]}
+    files = {}
     for name, sha256 in config["sha256"].items():
+        if not (path.parent / name).is_file():
+            raise ValueError(f"{name} is missing beside {path}: export it again.")
+        files[name] = (path.parent / name).read_bytes()
         if hashlib.sha256(files[name]).hexdigest() != sha256:
             raise ValueError(f"{name} is damaged or does not belong to {path}: export it again.")
     return config, files

@@ -331,7 +331,11 @@ class Run(Trainer):
         steps = set.intersection(*saved.values())
         if not steps:
             raise ValueError(f"{out} has no step that all processes saved: start a new run.")
-        state = checkpoints.read(out / f"checkpoint_{max(steps)}_rank{rank}.pt")
+        path = out / f"checkpoint_{max(steps)}_rank{rank}.pt"
+        try:
+            state = checkpoints.read(path)
+        except ValueError as error:
+            raise ValueError(f"{error} Delete it to resume from the one before.") from None
         if state.get("recipe", {}).keys() != Recipe.__dataclass_fields__.keys():
             raise ValueError(f"{out} was made by other code, {state.get('commit')}: use that code.")
         for name, value in settings.items():

@@ -260,7 +260,8 @@ class MuLO(torch.optim.Optimizer):
         if loss is None and not self.state and self._only_creates_state(params):
             return None
         if not params and any(group["params"] for group in self.param_groups):
-            self._warn_once("step() found no gradient (FSDP1 hides them: use fully_shard).")
+            fix = "call loss.backward() before it (FSDP1 hides gradients: use fully_shard)"
+            self._warn_once(f"step() found no gradient: {fix}.")
         if velo and loss is None:
             raise RuntimeError("VeLO needs the loss: call step(loss=loss), or pass a closure.")
         stacks = [self._stack(p, group) for p, group in params]

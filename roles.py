@@ -10,14 +10,13 @@ Paper: section 4. Standard parametrization (SP) is the same code with the rules 
 from __future__ import annotations
 
 import math
-import os
 import sys
 import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -147,6 +146,8 @@ def infer_roles(
     """
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError("build must be a function that makes your model, given a width.")
+    if not isinstance(width, Integral) or width < 1:
+        raise ValueError(f"width must be an integer of 1 or more, not {width!r}.")
     try:
         with torch.device(device):
             models = build(width), build(2 * width)
@@ -209,7 +210,8 @@ def _with_roles(model: nn.Module, roles: dict[str, str]) -> list[tuple[Weight, s
     weights = weights_of(model)
     for w in weights:
         if (role := roles.get(w.name)) not in RULES:
-            raise ValueError(f"the role of {w.name!r} must be one of {tuple(RULES)}, not {role!r}.")
+            fix = f"infer the roles from it, or give one of {tuple(RULES)}"
+            raise ValueError(f"the role of the model's {w.name!r} is {role!r}: {fix}.")
     if unknown := sorted(roles.keys() - {w.name for w in weights}):
         raise ValueError(f"the model has no parameter {unknown[0]!r}: infer the roles from it.")
     return [(w, roles[w.name]) for w in weights]
@@ -332,10 +334,11 @@ def multiply_outputs_(
 
 
 def fold_outputs_(model: nn.Module) -> nn.Module:
-    """Fold the 1/fan_in of output layers into their weights and biases, in place.
+    """Fold the 1/fan_in of output layers into their weights and biases, in place, to serve a model.
 
     The model computes the same, and other programs can use its state_dict. To train it again, call
-    `multiply_outputs_` with rescale=True.
+    `multiply_outputs_` with rescale=True and make new `param_groups`. Load the state_dict into a
+    model that `build` has made, not one after `init_`, which would divide once more.
     """
     _set_divisors(model, {}, rescale=True)
     return model
@@ -379,7 +382,8 @@ def param_groups(model: nn.Module, roles: dict[str, str], rules: Iterable[str] =
         now, right = divisor_of(module), divisors.get(module, 1)
         if now != right:
             fix = "call mulo.multiply_outputs_(model, roles) if it was trained under μP, with "
-            fix += "rescale=True if it was trained otherwise, mulo.init_ if it is new"
+            fix += "rescale=True if it was trained otherwise, mulo.init_ if it is new; "
+            fix += f"with rules={rules}, if that is what you want"
             raise ValueError(f"layer {name!r} is divided by {now}, not by {right}: {fix}.")
     for w, role in _with_roles(model, roles):
         if w.param.requires_grad or w.param.is_floating_point():  # skip quantized (integer) weights
@@ -401,11 +405,10 @@ def name_of(p: Tensor, group: dict) -> str:
 
 
 def warn(message: str) -> None:
-    """Warn at the user's line: the innermost one outside of this folder's files and of torch."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
-    here, torchs = os.path.dirname(__file__), os.path.dirname(torch.__file__)
-    ours = here, os.path.join(here, "kernels")
-    users = (k for k, f in enumerate(files) if os.path.dirname(f) not in ours and torchs not in f)
+    """Warn at the user's line: the innermost one outside of mulo and torch."""
+    frames = [frame.f_globals for frame, _ in traceback.walk_stack(sys._getframe())]
+    packages = [variables.get("__name__", "").partition(".")[0] for variables in frames]
+    users = (k for k, name in enumerate(packages) if name not in ("mulo", "torch"))
     warnings.warn(message, stacklevel=1 + next(users, 0))
 
 
@@ -439,7 +442,8 @@ def check_shape(p: Tensor, group: dict) -> None:
     """Raise if `param_groups` saw no parameter of this shape (ZeRO may have reordered them)."""
     shape = tuple(p.shape)
     if shape not in map(tuple, group.get("shapes", [shape])):  # loaded shapes may be lists
-        raise ValueError(f"{shape} is a part of a parameter: use fully_shard (FSDP2), not FSDP1.")
+        problem = f"a parameter of shape {shape} was not in param_groups"
+        raise ValueError(f"{problem}: call it again, and use fully_shard (FSDP2), not FSDP1.")
 
 
 def annealed_to(group: dict) -> int:
@@ -464,6 +468,8 @@ def coordinate_check(
     standard deviation of the change, ignores a shift common to all coordinates and is noisier for
     layers with few outputs.
     """
+    if len(widths) < 2:
+        raise ValueError(f"widths must be two or more, not {widths}.")
     shape = steps, len(widths)
     drift = defaultdict(lambda: torch.zeros(shape, dtype=torch.float64))
     for k, width in enumerate(widths):

@@ -222,7 +222,8 @@ def cosine(x: Tensor | float) -> Tensor:
 
 def warmup_cosine(t: int, steps: int) -> float:
     """A cosine schedule from 1 to 0.01, with linear warm-up over the first 5 % of the steps."""
-    return min(1.0, (t + 1) / (0.05 * steps)) * (0.505 + 0.495 * math.cos(math.pi * t / steps))
+    x = math.pi * min(t, steps) / steps
+    return min(1.0, (t + 1) / (0.05 * steps)) * (0.505 + 0.495 * math.cos(x))
 
 
 @torch.no_grad()

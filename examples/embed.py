@@ -14,7 +14,10 @@ import onnxruntime
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "exported")
 for file in ("desk.json", "desk.bin", "mulo_m.json", "mulo_m.tensor.onnx", "mulo_m.vector.onnx"):
     if not (FOLDER / file).exists():
-        sys.exit(f"no {FOLDER}/{file}: run python export.py mulo_m && python examples/desk.py")
+        commands = (
+            f"python export.py mulo_m --out {FOLDER} && python examples/desk.py --out {FOLDER}"
+        )
+        sys.exit(f"no {FOLDER}/{file}: run {commands}")
 desk, mulo = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("desk", "mulo_m"))
 
 # The task: initial weights in torch's layout (out, in), and batches.

@@ -181,10 +181,11 @@ class LearnedMuon(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.params, options = {}, {}
         for group in self.param_groups:
+            key = group["names"][0]
             if group["kind"] != "table" and group["out_axis"] != 0:
-                raise ValueError(
-                    f"{group['names'][0]!r} is (in, out): LearnedMuon takes (out, in)."
-                )
+                raise ValueError(f"{key!r} is (in, out): LearnedMuon takes (out, in).")
+            if group["scale"] != 1:
+                raise ValueError(f"{key!r} is in μP: pass rules=() to init_ and param_groups.")
             for key, p in zip(group["names"], group["params"], strict=True):
                 if p.requires_grad:
                     self.params[key], options[key] = p, group
@@ -197,9 +198,10 @@ class LearnedMuon(torch.optim.Optimizer):
         return {name: p.detach()[None] for name, p in self.params.items()}
 
     @torch.no_grad()
-    def step(self, loss: Tensor) -> None:
+    def step(self, loss: Tensor | float) -> None:
+        loss = torch.as_tensor(loss, dtype=torch.float32).detach().view(1)
         grads = {name: p.grad[None] for name, p in self.params.items()}
-        self.rule.learned_step(self.memory, self.theta(), grads, loss.detach().view(1), self.t)
+        self.rule.learned_step(self.memory, self.theta(), grads, loss, self.t)
         self.t += 1
 
     def state_dict(self) -> dict:
@@ -210,6 +212,9 @@ class LearnedMuon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         state = copy.deepcopy(state_dict)
+        saved = {k: m.shape for k, (m, _) in state.get("moments", {}).items()}
+        if saved != {k: m.shape for k, (m, _) in self.memory.items()}:
+            raise ValueError("this is not a state_dict of LearnedMuon for these parameters.")
         self.t, self.memory = state.pop("t"), state.pop("moments")
         vars(self.rule).update(state.pop("rule"))
         super().load_state_dict(state)

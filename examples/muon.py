@@ -34,7 +34,8 @@ def orthogonalise(d: torch.Tensor) -> torch.Tensor:
 
 def warmup_cosine(t: int, steps: int) -> float:
     """A cosine schedule from 1 to 0.01, with linear warm-up over the first 5 % of the steps."""
-    return min(1.0, (t + 1) / (0.05 * steps)) * (0.505 + 0.495 * math.cos(math.pi * t / steps))
+    x = math.pi * min(t, steps) / steps
+    return min(1.0, (t + 1) / (0.05 * steps)) * (0.505 + 0.495 * math.cos(x))
 
 
 class Muon(torch.optim.Optimizer):
@@ -48,6 +49,8 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),  # of Adam
     ):
+        if any(group["scale"] != 1 for group in groups):
+            raise ValueError("these groups are in μP: pass rules=() to init_ and param_groups.")
         for group in groups:
             is_vector = group["kind"] in ("bias", "norm", "table")
             group |= {"lr": vector_lr if is_vector else lr, "is_vector": is_vector, "t": 0}

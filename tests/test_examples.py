@@ -256,6 +256,11 @@ def test_muon(task):
         scheduler.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p, theta[name][0], rtol=1e-4, atol=1e-5)
+    assert muon.warmup_cosine(40, 20) == training.warmup_cosine(20, 20) == pytest.approx(0.01)
+    task = tasks.get(task.name)
+    for optimizer in (muon.Muon, functools.partial(learned_rates.LearnedMuon, steps=9)):
+        with pytest.raises(ValueError, match=r"in μP: pass rules=\(\) to init_ and param_groups"):
+            optimizer(mulo.param_groups(task.model(generator), task.roles()))
 
 
 def test_learned_rates():

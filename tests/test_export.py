@@ -231,7 +231,10 @@ def test_command_line(copied, small, complaint):
     assert "does not describe mulo_m.pt" in complaint(export, path)
     path.write_text(json.dumps(good | {"version": 1}))
     assert "is not of mulo-export version 3: export it again" in complaint(export, path)
+    for text in ("[]", json.dumps(good)[:-9]):
+        path.write_text(text)
+        assert "mulo_m.json is damaged: export it again" in complaint(export, path)
     path.write_text(json.dumps(good))
     (copied / "mulo_m.vector.pt2").unlink()
-    assert "No such file or directory" in complaint(export, path)
+    assert "mulo_m.vector.pt2 is missing beside" in complaint(export, path)
     assert "File exists" in complaint(export, "mulo_m", "--out", path)

@@ -247,6 +247,13 @@ def test_models_without_roles_are_refused(build, message):
         roles_of(build)
 
 
+def test_widths_are_checked():
+    with pytest.raises(ValueError, match="width must be an integer of 1 or more, not 0"):
+        mulo.infer_roles(MLP, 0)
+    with pytest.raises(ValueError, match=r"widths must be two or more, not \[16\]"):
+        mulo.roles.coordinate_check(None, None, [16])
+
+
 def test_a_constructor_that_reads_values_needs_the_cpu():
     assert roles_of(reads_values, device="cpu") == {"weight": "input", "bias": "input"}
 
@@ -303,7 +310,7 @@ def test_padding_rows_stay_zero():
 
 def test_roles_by_hand_and_their_errors():
     roles = roles_of(MLP)
-    with pytest.raises(ValueError, match=r"role of '6\.weight' must be one of \('input'"):
+    with pytest.raises(ValueError, match=r"role of .*'6\.weight' is .* one of \('input'"):
         mulo.param_groups(MLP(8), {k: v for k, v in roles.items() if k != "6.weight"})
     with pytest.raises(ValueError, match=r"no parameter '8\.weight': infer the roles"):
         mulo.init_(MLP(8), roles | {"8.weight": "hidden"})
