@@ -345,10 +345,11 @@ def test_a_run_is_extended(whole, tmp_path):
     """The outer learning rate follows the cosine of the new length."""
     for file in whole.glob("checkpoint_*.pt"):
         shutil.copy(file, tmp_path)
-    (tmp_path / "checkpoint_000006_rank0.pt").write_bytes(b"damaged")
+    damaged = tmp_path / "checkpoint_000099_rank0.pt"
+    damaged.write_bytes(b"damaged")
     with pytest.raises(ValueError, match="Delete it to resume from the one before"):
         Run.resume(tmp_path, "cpu")
-    (tmp_path / "checkpoint_000006_rank0.pt").unlink()
+    damaged.unlink()
     run = Run.resume(tmp_path, "cpu", steps=8)
     run.train(minutes=0)
     run.step = 7
