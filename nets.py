@@ -30,7 +30,7 @@ class LOConfig:
     """All settings of a learned optimizer; stored in its checkpoint with its weights."""
 
     net: str = "small_fc"  # or "velo"
-    hidden_size: int = 32  # the authors' configuration; 4 in the paper's text
+    hidden_size: int = 32  # DIVERGES: the authors' configuration; 4 in the paper's text
     hidden_layers: int = 2  # paper, appendix A.1.1
     lam1: float = 0.001  # lambda_1 of eq. 2; 0.01 for the small_fc μLOs (paper, appendix C)
     lam2: float = 0.001  # lambda_2 of eq. 2
