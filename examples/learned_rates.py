@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
+import hashlib
 import json
 import math
 import random
@@ -41,7 +43,7 @@ from mulo.evaluate import Job, Results
 from mulo.features import trailing
 from mulo.optimizees import datasets
 
-RATES_FILE = Path(__file__).with_suffix(".json")
+RATES_FILE, LOSSES_FILE = (Path(__file__).with_suffix(suffix) for suffix in (".json", ".csv"))
 CHOSEN = "seed 2"  # the best on VALIDATION
 BASELINES = {
     "muon": "warmup",
@@ -333,15 +335,30 @@ def compare(path: Path, steps: int, seeds: list[int], names: tuple[str, ...]) ->
             print(f"  {name}: {mean:+.4f} ± {error:.4f} over tasks")
 
 
+def saved_losses(task: str, seeds: list[int], w: Tensor) -> Tensor:
+    """Log final losses after 500 steps with weights w (DIM,): from LOSSES_FILE, if it has them."""
+    digest = hashlib.sha256(str(w.tolist()).encode()).hexdigest()[:8]
+    rows = [["rule", "task", "seed", "log_final_loss"]]
+    if LOSSES_FILE.exists():
+        rows = list(csv.reader(LOSSES_FILE.read_text().splitlines()))
+    kept = {tuple(key): float(x) for *key, x in rows[1:]}
+    keys = [(digest, task, str(seed)) for seed in seeds]
+    if not kept.keys() >= set(keys):
+        losses = log_final_loss(task, 500, seeds, w.expand(len(seeds), DIM)).tolist()
+        kept |= zip(keys, losses, strict=True)
+        evaluate.write_table(LOSSES_FILE, [*rows, *((*k, f"{kept[k]:.5f}") for k in keys)])
+    return torch.tensor([kept[key] for key in keys])
+
+
 def transfer(path: Path, name: str, results: Path) -> None:
-    """Train nets of paper.py's transfer tasks with learned rates; print log ratios of their final
-    losses to those of baselines, which `paper.py transfer` has saved."""
+    """Train nets of paper.py's transfer tasks with learned rates, once; print log ratios of their
+    final losses to those of baselines, which `paper.py transfer` has saved."""
     w, saved, ratios = torch.tensor(json.loads(path.read_text())[name]["w"]), Results(results), {}
     for pattern, widths in paper.TRANSFER.items():
         for task in map(pattern.format, widths):
             if paper.trains("muon", task, paper.IN_TRANSFER):
                 seeds = list(range(paper.SEEDS))
-                losses, row = log_final_loss(task, 500, seeds, w.expand(len(seeds), DIM)), []
+                losses, row = saved_losses(task, seeds, w), []
                 for baseline, schedule in BASELINES.items():
                     job = Job(evaluate.contender(baseline), task, 500, schedule, seeds)
                     ratio = losses.mean() - training.final_loss(saved.losses(job)).log().mean()

@@ -288,3 +288,18 @@ def test_learned_rates():
     assert not torch.allclose(
         expected, learned_rates.log_final_loss(name, steps, [7, 8], 0 * w.expand(2, -1))
     )
+
+
+def test_learned_rates_on_transfer_tasks(tmp_path, monkeypatch, capsys):
+    """README's figure follows from the saved losses; other weights are trained, once."""
+    args = learned_rates.RATES_FILE, learned_rates.CHOSEN, ROOT / "results"
+    with monkeypatch.context() as m:
+        m.setattr(learned_rates, "log_final_loss", lambda *a: pytest.fail("a net is missing"))
+        learned_rates.transfer(*args)
+    assert "\nmuon: -0.1860 ± 0.0744, ahead on 14 of 20\n" in capsys.readouterr().out
+    monkeypatch.setattr(learned_rates, "LOSSES_FILE", tmp_path / "losses.csv")
+    monkeypatch.setattr(learned_rates, "log_final_loss", lambda *a: torch.tensor([0.25, 0.5]))
+    for seeds in ([3, 4], [4]):
+        losses = learned_rates.saved_losses("fashion8_mlp_w64_d3", seeds, torch.zeros(27))
+        assert losses.tolist() == [0.25, 0.5][-len(seeds) :]
+    assert len((tmp_path / "losses.csv").read_text().splitlines()) == 3
