@@ -133,7 +133,9 @@ class OrtMuLO(MuLO):
     ):
         about, files = export.read(exported)
         name = about["name"]
-        self.graphs = {kind: files[f"{name}.{kind}.onnx"] for kind in ("vector", "tensor")}
+        self.graphs = {kind: files.get(f"{name}.{kind}.onnx") for kind in ("vector", "tensor")}
+        if None in self.graphs.values():
+            raise ValueError(f"{exported} lists no .onnx files: export it again.")
         self._sessions: dict[tuple, Session] = {}
         lo = checkpoints.load(Path(exported).with_name(f"{name}.pt"))
         super().__init__(params, lo, lr, weight_decay, num_steps, backend="folded")

@@ -234,6 +234,8 @@ def load(
         x, y = read_imagenet(root / kind, int(kind.removeprefix("imagenet")), test)
     images = Images(torch.from_numpy(x), torch.from_numpy(y), *IMAGES[kind])
     if kind == "pixels":
+        if math.isqrt(seq_len) ** 2 != seq_len:
+            raise ValueError(f"the size of pixels must be a square, such as 64, not {seq_len}.")
         grey = images.pool(math.isqrt(seq_len)).x.flatten(1).long() * GREYS // 256  # (N, seq_len)
         return Tokens(F.pad(grey, (1, 0), value=GREYS), GREYS + 1, seq_len, device)
     same = size in (None, images.shape[-1])

@@ -98,6 +98,8 @@ def test_embedded_fashion(monkeypatch, tmp_path):
     tokens, targets, mask = datasets.load("pixels").batch(seed(), 50)
     assert (tokens.shape, targets.max()) == ((50, 64), 15)
     assert (tokens[:, 0] == 16).all()
+    with refused("the size of pixels must be a square, such as 64, not 50"):
+        datasets.load("pixels", size=50)
     assert mask.all()
 
 

@@ -126,6 +126,11 @@ def test_other_parameters_and_files_are_refused(copied):
     (copied / "mulo_m.vector.onnx").write_bytes(b"x")
     with pytest.raises(ValueError, match="is damaged or does not belong to"):
         OrtMuLO([p], path)
+    about = json.loads(path.read_text())
+    about["sha256"] = {}
+    path.write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=r"lists no \.onnx files: export it again"):
+        OrtMuLO([p], path)
 
 
 # The optimizer in onnxruntime
