@@ -391,7 +391,8 @@ class Results:
 
 def tune(args: argparse.Namespace) -> None:
     """Tune AdamW and μAdam over the paper's grids; with a schedule, their learning rates only."""
-    seeds, full = tuple(range(args.seeds or 3)), args.schedule == "constant"
+    first, full = Tuning.seeds[0], args.schedule == "constant"
+    seeds = tuple(range(first, first + (args.seeds or 3)))  # not those of evaluations
     for name, label in BASELINES.items():
         tuning = Tuning(name, args.task, args.steps, args.schedule, args.every_width, seeds, full)
         values = tuning.run(args.device)
