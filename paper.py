@@ -34,7 +34,7 @@ from mulo.training import final_loss
 PAIRS = {"mulo_m": "lo_m", "muvelo_m": "velo_m"}  # the same recipe in μP and in SP
 SIZES = ("Large", "XL", "XXL")  # columns of the paper's table of ranks
 IMAGES = {64: "fashion8_mlp", 196: "fashion14_mlp", 784: "fashion_mlp"}  # input size: kind
-MUON_WIDEST, IN_TRANSFER = 1024, 256  # widest nets of Muon, which is slow; in `transfer`
+MUON_WIDEST, IN_TRANSFER = 1024, 256  # Muon is slow: its widest nets, and those in `transfer`
 PROBED = (5, 10, 50, 100, 250, 499)  # steps of `coord`; hidden layers barely move before step 5
 SEEDS = 5  # of `transfer` and `resnet`
 WIDE, NARROW = (64, 256, 1024), (64, 128)

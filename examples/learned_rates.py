@@ -338,15 +338,14 @@ def compare(path: Path, steps: int, seeds: list[int], names: tuple[str, ...]) ->
 def saved_losses(task: str, seeds: list[int], w: Tensor) -> Tensor:
     """Log final losses after 500 steps with weights w (DIM,): from LOSSES_FILE, if it has them."""
     digest = hashlib.sha256(str(w.tolist()).encode()).hexdigest()[:8]
-    rows = [["rule", "task", "seed", "log_final_loss"]]
-    if LOSSES_FILE.exists():
-        rows = list(csv.reader(LOSSES_FILE.read_text().splitlines()))
-    kept = {tuple(key): float(x) for *key, x in rows[1:]}
+    lines = LOSSES_FILE.read_text().splitlines() if LOSSES_FILE.exists() else []
+    kept = {tuple(key): float(x) for *key, x in csv.reader(lines[1:])}  # the first has names
     keys = [(digest, task, str(seed)) for seed in seeds]
     if not kept.keys() >= set(keys):
         losses = log_final_loss(task, 500, seeds, w.expand(len(seeds), DIM)).tolist()
         kept |= zip(keys, losses, strict=True)
-        evaluate.write_table(LOSSES_FILE, [*rows, *((*k, f"{kept[k]:.5f}") for k in keys)])
+        table = [(*key, f"{x:.5f}") for key, x in kept.items()]
+        evaluate.write_table(LOSSES_FILE, [("rule", "task", "seed", "log_final_loss"), *table])
     return torch.tensor([kept[key] for key in keys])
 
 
